@@ -1,0 +1,325 @@
+//! The record: one row for every call, in SQLite, never in a call's way.
+//!
+//! A call hands over what is known ([`Store::opened`], [`Store::finished`]) and goes on; one
+//! writer thread commits in batches; readers ([`queries`]) have connections of their own.
+
+mod database;
+mod folder_lock;
+mod inbox;
+mod migrate;
+pub mod queries;
+mod writer;
+
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use ulid::Ulid;
+
+use crate::clock::{Clock, WallTime};
+use inbox::Desk;
+
+/// The database's name in the data folder.
+pub const DATABASE_FILE: &str = "traygate.db";
+
+/// How long [`Store::close`] waits for the writer: far longer than its last attempts take, so that
+/// only a disk that hangs runs into it.
+const CLOSE_LIMIT: Duration = Duration::from_secs(20);
+
+/// Names one call, in `x-traygate-call` and in the record. Sorts by the time of its making, to
+/// the millisecond.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CallId(pub Ulid);
+
+impl CallId {
+    /// A new id for a call that came at `wall`: its milliseconds and 80 random bits.
+    pub fn new(wall: WallTime) -> Self {
+        let micros = u64::try_from(wall.0).unwrap_or(0);
+        Self(Ulid::from_datetime(
+            SystemTime::UNIX_EPOCH + Duration::from_micros(micros),
+        ))
+    }
+
+    /// The smallest id of a call that came at `wall` or later: where a range of time begins.
+    pub fn first_at(wall: WallTime) -> Self {
+        Self(Ulid::from_parts(
+            u64::try_from(wall.unix_millis()).unwrap_or(0),
+            0,
+        ))
+    }
+}
+
+impl fmt::Display for CallId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.0.array_to_str(&mut [0; ulid::ULID_LEN]))
+    }
+}
+
+impl FromStr for CallId {
+    type Err = ulid::DecodeError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ulid::from_string(text).map(Self)
+    }
+}
+
+/// What dedup made of a call; the value of `x-traygate-dedup`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DedupLabel {
+    /// It went upstream, and others may share its answer.
+    Miss,
+    /// It shared the answer of a call in flight.
+    Joined,
+    /// It got a kept answer.
+    Cached,
+    /// It took no part.
+    Off,
+}
+
+impl DedupLabel {
+    /// The word on the wire and in the record.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Miss => "miss",
+            Self::Joined => "joined",
+            Self::Cached => "cached",
+            Self::Off => "off",
+        }
+    }
+}
+
+/// Who pays for a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Billing {
+    /// Paid by the token.
+    Metered,
+    /// On a subscription: its list value is shown, and counts neither as spend nor as savings.
+    Plan,
+    /// A local provider.
+    Free,
+    /// Tunnelled: what it costs cannot be read.
+    Unmetered,
+}
+
+impl Billing {
+    /// The word in the record.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Metered => "metered",
+            Self::Plan => "plan",
+            Self::Free => "free",
+            Self::Unmetered => "unmetered",
+        }
+    }
+}
+
+/// What became of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// The client got a whole answer.
+    Completed,
+    /// The provider could not be reached, or answered with an error.
+    UpstreamError,
+    /// One of our timeouts cut it.
+    Timeout,
+    /// The answer broke off, or carried an error event.
+    BrokenStream,
+    /// The client hung up first.
+    ClientLeft,
+    /// A person or the end of the program stopped it.
+    Stopped,
+    /// A guard said no: queue, breaker, budget, mode.
+    Refused,
+    /// It was open when the process died. Written at the next start.
+    Interrupted,
+    /// A fault of Traygate's own.
+    InternalError,
+}
+
+impl Outcome {
+    /// Every outcome, in the order of their declaration.
+    pub const ALL: [Self; 9] = [
+        Self::Completed,
+        Self::UpstreamError,
+        Self::Timeout,
+        Self::BrokenStream,
+        Self::ClientLeft,
+        Self::Stopped,
+        Self::Refused,
+        Self::Interrupted,
+        Self::InternalError,
+    ];
+
+    /// The word in the record.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Completed => "completed",
+            Self::UpstreamError => "upstream_error",
+            Self::Timeout => "timeout",
+            Self::BrokenStream => "broken_stream",
+            Self::ClientLeft => "client_left",
+            Self::Stopped => "stopped",
+            Self::Refused => "refused",
+            Self::Interrupted => "interrupted",
+            Self::InternalError => "internal_error",
+        }
+    }
+}
+
+/// What is known when a call has been identified.
+///
+/// Names come from clients, so the store keeps at most 256 bytes of each.
+#[derive(Clone, Debug)]
+pub struct CallStart {
+    /// The call's id.
+    pub id: CallId,
+    /// When it came.
+    pub started: WallTime,
+    /// The provider's name in the settings.
+    pub provider: Arc<str>,
+    /// A generation route by its name (`chat/completions`), else method and path
+    /// (`POST /v1/files`).
+    pub route: Cow<'static, str>,
+    /// The model as the client spelled it.
+    pub model: Option<Arc<str>>,
+    /// The tool that called.
+    pub tool: Arc<str>,
+    /// Who pays.
+    pub billing: Billing,
+    /// Whether it asked for a stream.
+    pub streaming: bool,
+    /// Its part in dedup.
+    pub dedup: DedupLabel,
+    /// The request key, where it was reckoned.
+    pub key: Option<[u8; 32]>,
+}
+
+/// What is known at a call's end.
+#[derive(Clone, Debug)]
+pub struct CallEnd {
+    /// The start, whole: a call that begins and ends within a batch is a single insert.
+    pub start: CallStart,
+    /// The status the client was sent; `None` if it was sent none.
+    pub status: Option<u16>,
+    /// What became of it.
+    pub outcome: Outcome,
+    /// From its coming to the first content.
+    pub first_token: Option<Duration>,
+    /// Spent waiting for a permit.
+    pub queued: Duration,
+    /// From its coming to its last byte.
+    pub duration: Duration,
+    /// Whether this call caused an upstream request.
+    pub upstream_call: bool,
+    /// What went wrong, in words; the store keeps the first 2 kB.
+    pub error: Option<String>,
+}
+
+/// Why no store can be had, and the program has to stop.
+///
+/// Everything else (no room, no right to write, a newer database) lets the proxy serve without a
+/// record: see [`StoreHealth`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// Another process works on this folder.
+    #[error(
+        "another Traygate{} already uses the data folder {}; stop it, or give this one another with --data-dir",
+        pid.map(|pid| format!(" (process {pid})")).unwrap_or_default(),
+        folder.display()
+    )]
+    InUse {
+        /// Its process id, where the lock file could be read.
+        pid: Option<u32>,
+        /// The folder.
+        folder: PathBuf,
+    },
+}
+
+/// How the record fares.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreHealth {
+    /// Whether a database is open for writing.
+    pub recording: bool,
+    /// Rows that wait in memory for the next commit.
+    pub pending_rows: usize,
+    /// Calls that will never be on record: the wait was full, or the end came first.
+    pub dropped_rows: u64,
+    /// Why rows wait, in words; `None` once a commit has worked again.
+    pub last_error: Option<String>,
+    /// What a person should know though it works: a damaged log was set aside, say.
+    pub notice: Option<String>,
+}
+
+/// The record's handle: cheap to clone, never slow, never failing.
+///
+/// When the last handle is dropped the writer commits what it holds and ends; [`Store::close`]
+/// waits for that.
+#[derive(Clone, Debug)]
+pub struct Store {
+    desk: Arc<OpenDesk>,
+}
+
+/// Tells the writer to end when the last handle goes.
+#[derive(Debug)]
+struct OpenDesk(Arc<Desk>);
+
+impl Drop for OpenDesk {
+    fn drop(&mut self) {
+        self.0.ask_to_close();
+    }
+}
+
+impl Store {
+    /// Opens the record in `data_dir`, creating both where they are missing, marks calls that an
+    /// earlier process left open as `interrupted`, and starts the writer.
+    ///
+    /// A damaged database is set aside, an older one migrated after a copy was made. A folder
+    /// that cannot be written, a locked or a newer database is no error: the store runs on
+    /// memory, says so in [`Store::health`] and tries again now and then.
+    ///
+    /// # Errors
+    /// [`StoreError::InUse`] if another process works on the folder.
+    pub fn open(data_dir: &Path, clock: Clock) -> Result<Self, StoreError> {
+        let desk = Arc::new(Desk::default());
+        writer::start(data_dir, clock, Arc::clone(&desk))?;
+        Ok(Self {
+            desk: Arc::new(OpenDesk(desk)),
+        })
+    }
+
+    /// Hands over a call that has been identified. Moves the value and returns.
+    pub fn opened(&self, start: CallStart) {
+        self.desk.0.opened(start);
+    }
+
+    /// Hands over a call that has ended. Moves the value and returns; it is committed within
+    /// 50 ms plus the time of a commit.
+    pub fn finished(&self, end: CallEnd) {
+        self.desk.0.finished(end);
+    }
+
+    /// How the record fares at this moment.
+    pub fn health(&self) -> StoreHealth {
+        self.desk.0.health()
+    }
+
+    /// Blocks until everything handed over so far is committed, at most `limit`; says whether it
+    /// is.
+    pub fn flush(&self, limit: Duration) -> bool {
+        self.desk.0.flush(limit)
+    }
+
+    /// Commits what waits, folds the write-ahead log into the database and ends the writer;
+    /// blocks until then. Calls that end later are counted as dropped. Safe to call again.
+    pub fn close(&self) {
+        self.desk.0.ask_to_close();
+        self.desk.0.wait_closed(CLOSE_LIMIT);
+    }
+}

@@ -1,0 +1,383 @@
+//! The one thread that writes: takes what was handed over and commits it, at most every 50 ms.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use rusqlite::{Connection, Transaction, TransactionBehavior, params};
+use tracing::{info, warn};
+
+use super::database::{self, OpenError};
+use super::folder_lock::{FolderLock, LockError};
+use super::inbox::{Batch, Desk, Turn, Wait};
+use super::{CallEnd, CallId, CallStart, DATABASE_FILE, StoreError};
+use crate::clock::Clock;
+
+/// How long a batch gathers. Most of what a `kill -9` may cost: the promise is 200 ms.
+const GATHER: Duration = Duration::from_millis(50);
+/// The longest pause before a failed commit is tried again.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause before a file that cannot be opened is tried again.
+const LONGEST_PAUSE_UNOPENED: Duration = Duration::from_secs(10);
+/// Last attempts, and the pause between them, when the program ends while the file is locked.
+const LAST_ATTEMPTS: u32 = 20;
+const LAST_PAUSE: Duration = Duration::from_millis(100);
+/// Bytes of a name (model, tool, route) that are kept: they come from clients.
+const MAX_NAME: usize = 256;
+
+/// Opens the file once, here and now, so that a folder in use stops the program; hands the rest
+/// to the thread.
+pub(super) fn start(data_dir: &Path, clock: Clock, desk: Arc<Desk>) -> Result<(), StoreError> {
+    let mut writer = Writer {
+        folder: data_dir.to_owned(),
+        clock,
+        desk,
+        lock: None,
+        database: None,
+        identity: None,
+        trusted: true,
+        pause: GATHER,
+        drops_told: 0,
+    };
+    match writer.open() {
+        Err(Trouble::InUse(pid)) => {
+            return Err(StoreError::InUse {
+                pid,
+                folder: data_dir.to_owned(),
+            });
+        }
+        Err(trouble) => writer.tell(&trouble),
+        Ok(()) => writer.desk.state(true, None),
+    }
+    let desk = Arc::clone(&writer.desk);
+    let thread = thread::Builder::new().name("traygate-record".to_owned());
+    if let Err(error) = thread.spawn(move || writer.run()) {
+        warn!(%error, "no thread for the call log: calls are not recorded");
+        desk.close(Some(format!("no thread for the call log: {error}")));
+    }
+    Ok(())
+}
+
+struct Writer {
+    folder: PathBuf,
+    clock: Clock,
+    desk: Arc<Desk>,
+    lock: Option<FolderLock>,
+    database: Option<Connection>,
+    /// The file that `database` writes to.
+    identity: Option<(u64, u64)>,
+    /// A commit has worked since the file was last set aside. Without one, a disk that damages
+    /// all it is given would be filled with files set aside.
+    trusted: bool,
+    pause: Duration,
+    drops_told: u64,
+}
+
+/// Why rows have to wait.
+#[derive(Debug, thiserror::Error)]
+enum Trouble {
+    #[error(
+        "another Traygate{} uses the data folder",
+        .0.map(|pid| format!(" (process {pid})")).unwrap_or_default()
+    )]
+    InUse(Option<u32>),
+    #[error("the data folder {} cannot be written: {error}", folder.display())]
+    Folder {
+        folder: PathBuf,
+        error: std::io::Error,
+    },
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error("the call log cannot be written: {0}")]
+    Write(#[from] rusqlite::Error),
+}
+
+impl Writer {
+    fn run(mut self) {
+        // However the thread ends, nobody waits for it in vain.
+        let _end = EndOfWriter(Arc::clone(&self.desk));
+        let mut batch = Batch::default();
+        let mut spare = Batch::default();
+        let mut failed = self.database.is_none();
+        loop {
+            let turn = self.desk.wait(if failed {
+                Wait::Retry(self.pause)
+            } else {
+                Wait::ForRows(GATHER)
+            });
+            self.desk.take(&mut batch, &mut spare);
+            self.tell_drops();
+            failed = !self.try_commit(&mut batch);
+            if turn == Turn::Close {
+                self.end(&mut batch, &mut spare, failed);
+                return;
+            }
+        }
+    }
+
+    /// Commits `batch`, or keeps it and lengthens the pause.
+    fn try_commit(&mut self, batch: &mut Batch) -> bool {
+        let result = self.commit(batch).or_else(|trouble| {
+            // A damaged file is no reason to lose the batch: the fresh one takes it.
+            if self.replace_if_damaged(&trouble) {
+                self.commit(batch)
+            } else {
+                Err(trouble)
+            }
+        });
+        match result {
+            Ok(()) => {
+                if self.pause > GATHER {
+                    info!("the call log is written again");
+                }
+                self.pause = GATHER;
+                self.desk.committed(batch);
+                true
+            }
+            Err(trouble) => {
+                self.tell(&trouble);
+                self.desk.kept(batch);
+                false
+            }
+        }
+    }
+
+    fn commit(&mut self, batch: &mut Batch) -> Result<(), Trouble> {
+        self.leave_a_file_that_is_gone();
+        if self.database.is_none() {
+            self.open()?;
+        }
+        let Some(connection) = &mut self.database else {
+            return Ok(());
+        };
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let ended: HashSet<CallId> = batch.ended.iter().map(|end| end.start.id).collect();
+        batch.opened.retain(|start| !ended.contains(&start.id));
+        // Immediate: a lock held elsewhere shows here, before any work.
+        let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        insert_opened(&transaction, &batch.opened)?;
+        insert_ended(&transaction, &batch.ended)?;
+        transaction.commit()?;
+        self.trusted = true;
+        Ok(())
+    }
+
+    /// Makes the folder, takes its lock, opens the file; a damaged one is set aside first.
+    fn open(&mut self) -> Result<(), Trouble> {
+        if self.lock.is_none() {
+            let folder_trouble = |error| Trouble::Folder {
+                folder: self.folder.clone(),
+                error,
+            };
+            fs::create_dir_all(&self.folder).map_err(folder_trouble)?;
+            self.lock = Some(FolderLock::take(&self.folder).map_err(|error| match error {
+                LockError::InUse(pid) => Trouble::InUse(pid),
+                LockError::Io(error) => folder_trouble(error),
+            })?);
+        }
+        let path = self.folder.join(DATABASE_FILE);
+        let opened = database::open(&path, self.clock.wall()).or_else(|error| {
+            if let OpenError::Damaged(reason) = &error
+                && self.set_aside(&path, reason)
+            {
+                database::open(&path, self.clock.wall())
+            } else {
+                Err(error)
+            }
+        });
+        self.database = Some(opened?);
+        self.identity = database::identity(&path);
+        Ok(())
+    }
+
+    /// A person may clear the log by deleting it, or put a copy in its place. The lock goes too:
+    /// its file may have gone with the folder.
+    fn leave_a_file_that_is_gone(&mut self) {
+        let path = self.folder.join(DATABASE_FILE);
+        if self.database.is_some() && database::identity(&path) != self.identity {
+            warn!(path = %path.display(), "the call log was deleted or replaced; opening it anew");
+            if let Some(connection) = self.database.take() {
+                database::close_as_it_is(connection);
+            }
+            self.lock = None;
+        }
+    }
+
+    fn replace_if_damaged(&mut self, trouble: &Trouble) -> bool {
+        let Trouble::Write(error) = trouble else {
+            return false;
+        };
+        if !database::is_damage(error) || !self.trusted {
+            return false;
+        }
+        if let Some(connection) = self.database.take() {
+            database::close_as_it_is(connection);
+        }
+        self.set_aside(&self.folder.join(DATABASE_FILE), &error.to_string())
+    }
+
+    fn set_aside(&mut self, path: &Path, reason: &str) -> bool {
+        if !self.trusted {
+            return false;
+        }
+        match database::set_aside(path, self.clock.wall()) {
+            Ok(aside) => {
+                self.trusted = false;
+                warn!(reason, aside = %aside.display(), "damaged call log set aside");
+                self.desk.notice(format!(
+                    "The call log was damaged ({reason}). It was set aside as {}, and a new one begun.",
+                    aside.display()
+                ));
+                true
+            }
+            Err(error) => {
+                warn!(reason, %error, "damaged call log could not be set aside");
+                false
+            }
+        }
+    }
+
+    /// Commits what came last, and leaves one plain file behind.
+    fn end(mut self, batch: &mut Batch, spare: &mut Batch, mut failed: bool) {
+        // Without a file there is nothing to hope for; a lock may pass.
+        let attempts = if self.database.is_some() {
+            LAST_ATTEMPTS
+        } else {
+            0
+        };
+        for _ in 0..attempts {
+            if !failed {
+                break;
+            }
+            thread::sleep(LAST_PAUSE);
+            self.desk.take(batch, spare);
+            failed = !self.try_commit(batch);
+        }
+        if failed && !batch.ended.is_empty() {
+            warn!(
+                rows = batch.ended.len(),
+                "the call log ends without its last rows"
+            );
+        }
+        if let Some(connection) = self.database.take() {
+            // As far as readers let it; what is left is folded in by whoever closes last.
+            let folded = connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
+            if let Err(error) = folded {
+                info!(%error, "the call log keeps its write-ahead log");
+            }
+        }
+    }
+
+    /// Says once what the trouble is; later attempts only lengthen the pause.
+    fn tell(&mut self, trouble: &Trouble) {
+        if self.pause == GATHER {
+            warn!(error = %trouble, "calls wait in memory");
+        }
+        let longest = if self.database.is_some() {
+            LONGEST_PAUSE
+        } else {
+            LONGEST_PAUSE_UNOPENED
+        };
+        self.pause = (self.pause * 2).min(longest);
+        self.desk
+            .state(self.database.is_some(), Some(trouble.to_string()));
+    }
+
+    fn tell_drops(&mut self) {
+        let dropped = self.desk.dropped();
+        if dropped > self.drops_told {
+            warn!(
+                dropped,
+                "too many calls wait for the call log: some are not recorded"
+            );
+            self.drops_told = dropped;
+        }
+    }
+}
+
+struct EndOfWriter(Arc<Desk>);
+
+impl Drop for EndOfWriter {
+    fn drop(&mut self) {
+        self.0.close(
+            thread::panicking()
+                .then(|| "the call log's writer failed; restart Traygate".to_owned()),
+        );
+    }
+}
+
+fn insert_opened(transaction: &Transaction<'_>, starts: &[CallStart]) -> rusqlite::Result<()> {
+    if starts.is_empty() {
+        return Ok(());
+    }
+    let mut insert = transaction.prepare_cached(
+        "INSERT OR IGNORE INTO calls (id, started_us, provider, route, model, tool, billing,
+           streaming, dedup, request_key)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+    )?;
+    for start in starts {
+        insert.execute(params![
+            &*start.id.0.array_to_str(&mut [0; ulid::ULID_LEN]),
+            start.started.0,
+            name(&start.provider),
+            name(&start.route),
+            start.model.as_deref().map(name),
+            name(&start.tool),
+            start.billing.as_str(),
+            start.streaming,
+            start.dedup.as_str(),
+            start.key.as_ref().map(<[u8; 32]>::as_slice),
+        ])?;
+    }
+    Ok(())
+}
+
+fn insert_ended(transaction: &Transaction<'_>, ends: &[CallEnd]) -> rusqlite::Result<()> {
+    if ends.is_empty() {
+        return Ok(());
+    }
+    // REPLACE takes the place of an open row and gives it a new `seq`, behind all that ended
+    // before; so does a batch that is tried again.
+    let mut insert = transaction.prepare_cached(
+        "INSERT OR REPLACE INTO calls (id, started_us, provider, route, model, tool, billing,
+           streaming, dedup, request_key, outcome, status, upstream_call, first_token_us,
+           queued_us, duration_us, error)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)",
+    )?;
+    for end in ends {
+        let start = &end.start;
+        insert.execute(params![
+            &*start.id.0.array_to_str(&mut [0; ulid::ULID_LEN]),
+            start.started.0,
+            name(&start.provider),
+            name(&start.route),
+            start.model.as_deref().map(name),
+            name(&start.tool),
+            start.billing.as_str(),
+            start.streaming,
+            start.dedup.as_str(),
+            start.key.as_ref().map(<[u8; 32]>::as_slice),
+            end.outcome.as_str(),
+            end.status,
+            end.upstream_call,
+            end.first_token.map(micros),
+            micros(end.queued),
+            micros(end.duration),
+            end.error.as_deref(),
+        ])?;
+    }
+    Ok(())
+}
+
+fn micros(span: Duration) -> i64 {
+    i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
+}
+
+fn name(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_NAME)]
+}
