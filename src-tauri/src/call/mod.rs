@@ -1,0 +1,435 @@
+//! One call, top to bottom.
+//!
+//! ```text
+//! accept → identify → dedup → pool → breaker → (budget) → upstream → stream back → record
+//! ```
+//!
+//! [`proxy`] takes a request as far as *dedup* and hands the client its answer; the leader's
+//! shared call ([`make_the_call`], a task of its own) goes on from *pool* to *record*. Every step
+//! hands on a guard that settles itself: [`record::Row`], [`breaker::Leave`], [`dedup::Flight`],
+//! [`answer::Writer`], [`answer::Reader`].
+
+pub mod accept;
+pub mod answer;
+pub mod breaker;
+pub mod dedup;
+pub mod error;
+mod headers;
+pub mod identify;
+pub mod pool;
+pub mod record;
+pub mod stream_back;
+mod tunnel;
+mod upstream;
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use http::header::ORIGIN;
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use tracing::{debug, error};
+
+use self::accept::Connection;
+use self::answer::{Answer, Ending, Linger, Reader, Writer};
+use self::breaker::Leave;
+use self::dedup::{Flight, Role, Sharing};
+use self::error::CallError;
+use self::identify::{Call, UpstreamRequest};
+use self::record::Row;
+use self::stream_back::ClientBody;
+use self::upstream::{Attempt, Ended, Failure};
+use crate::clock::Clock;
+use crate::core::{Core, World};
+use crate::policy::routing::{Dialect, Route};
+use crate::provider::Provider;
+use crate::provider::state::Health;
+use crate::store::{Billing, CallId, CallStart, DedupLabel, Outcome};
+
+/// Answers one request. Never fails: what cannot go on gets an answer that says so.
+pub async fn answer(
+    core: Arc<Core>,
+    connection: Connection,
+    request: Request<Incoming>,
+) -> Response<ClientBody> {
+    let (parts, body) = request.into_parts();
+    let world = core.world();
+    if let Err(error) = accept::check_caller(&world, &parts) {
+        debug!(%error, "request refused");
+        let id = CallId::new(core.clock.wall());
+        return refuse(
+            &error,
+            identify::dialect_of(parts.uri.path(), &parts.headers, None),
+            id,
+        );
+    }
+    let origin = parts.headers.get(ORIGIN).cloned();
+    let mut response = match accept::preflight(&parts) {
+        Some(preflight) => preflight.map(|()| ClientBody::Own(None)),
+        None => match own_page(&parts) {
+            Some(response) => response,
+            None => proxied(&core, connection, world, parts, body).await,
+        },
+    };
+    accept::share_with_origin(response.headers_mut(), origin.as_ref());
+    response
+}
+
+/// What is under `/traygate/` is never a provider's, and a browser that opens the bare address is
+/// sent there.
+fn own_page(parts: &Parts) -> Option<Response<ClientBody>> {
+    let path = parts.uri.path();
+    let wants_page = || {
+        let accept = parts.headers.get(http::header::ACCEPT);
+        accept.is_some_and(|accept| {
+            accept
+                .as_bytes()
+                .windows(9)
+                .any(|part| part == b"text/html")
+        })
+    };
+    if path == "/" && parts.method == Method::GET && wants_page() {
+        let mut response = Response::new(ClientBody::Own(None));
+        *response.status_mut() = StatusCode::SEE_OTHER;
+        let page = HeaderValue::from_static("/traygate/");
+        response.headers_mut().insert(http::header::LOCATION, page);
+        return Some(response);
+    }
+    if path != "/traygate" && !path.starts_with("/traygate/") {
+        return None;
+    }
+    let error = CallError::NothingHere {
+        path: path.chars().take(128).collect(),
+    };
+    Some(
+        error
+            .response(Dialect::OpenAi, "")
+            .map(|body| ClientBody::Own(Some(body))),
+    )
+}
+
+fn refuse(error: &CallError, dialect: Dialect, id: CallId) -> Response<ClientBody> {
+    let mut response = error
+        .response(dialect, &id.to_string())
+        .map(|body| ClientBody::Own(Some(body)));
+    response
+        .headers_mut()
+        .insert(stream_back::CALL, stream_back::call_header(id));
+    response
+}
+
+/// A call from its id to its answer, whatever happens in between.
+async fn proxied(
+    core: &Arc<Core>,
+    connection: Connection,
+    world: Arc<World>,
+    parts: Parts,
+    body: Incoming,
+) -> Response<ClientBody> {
+    let started = core.clock.wall();
+    let id = CallId::new(started);
+    let row = Row::new(
+        core,
+        core.clock.now(),
+        CallStart {
+            id,
+            started,
+            provider: "".into(),
+            route: std::borrow::Cow::Borrowed(""),
+            model: None,
+            tool: identify::tool_name(None, &parts.headers),
+            billing: Billing::Metered,
+            streaming: false,
+            dedup: DedupLabel::Off,
+            key: None,
+        },
+    );
+    let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
+    let answered = AssertUnwindSafe(proxy(core, connection, world, parts, body, row));
+    let mut response = answered.catch_unwind().await.unwrap_or_else(|_| {
+        error!(call.id = %id, "a call ended in a panic");
+        refuse(&CallError::Internal, dialect, id)
+    });
+    response
+        .headers_mut()
+        .insert(stream_back::CALL, stream_back::call_header(id));
+    response
+}
+
+/// The client's half of a call: accept, identify, dedup, stream back.
+async fn proxy(
+    core: &Arc<Core>,
+    connection: Connection,
+    world: Arc<World>,
+    parts: Parts,
+    body: Incoming,
+    row: Row,
+) -> Response<ClientBody> {
+    // accept
+    if let Err(error) = accept::check_mode(core) {
+        let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
+        return refused(error, dialect, row);
+    }
+    // identify
+    let place = match identify::locate(world, &parts) {
+        Ok(place) => place,
+        Err(error) => {
+            let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
+            return refused(error, dialect, row);
+        }
+    };
+    let dialect = place.dialect;
+    if tunnel::is_upgrade(&parts.headers) {
+        return tunnel::answer(core, connection, place, parts, row).await;
+    }
+    let mut call = match identify::identify(core, connection, place, parts, body, row).await {
+        Ok(call) => call,
+        Err((error, row)) => return refused(error, dialect, row),
+    };
+    // dedup
+    let provider = call.provider.clone();
+    let role = match &call.sharing {
+        Some(sharing) => core.dedup.enter(sharing, core.clock.now()),
+        None => {
+            let (writer, reader) = Answer::begin(false);
+            Role::Leader(writer, reader)
+        }
+    };
+    match role {
+        Role::Kept(kept) => {
+            call.row.open(DedupLabel::Cached);
+            stream_back::from_kept(kept, call.row, &provider, core.clock.now())
+        }
+        Role::Follower(reader) => {
+            call.row.open(DedupLabel::Joined);
+            follow(reader, call.row, &provider, dialect).await
+        }
+        Role::Leader(writer, reader) => {
+            let label = match &call.sharing {
+                Some(_) => DedupLabel::Miss,
+                None => DedupLabel::Off,
+            };
+            call.row.open(label);
+            // pool → breaker → budget → upstream → record
+            tokio::spawn(make_the_call(core.clone(), call, writer));
+            lead(reader, label, &provider, dialect).await
+        }
+    }
+}
+
+/// Answers a call that ended before it was shared; its row says why.
+fn refused(error: CallError, dialect: Dialect, mut row: Row) -> Response<ClientBody> {
+    row.fail(&error);
+    let id = row.id().map(|id| id.to_string()).unwrap_or_default();
+    error
+        .response(dialect, &id)
+        .map(|body| ClientBody::Own(Some(body)))
+}
+
+/// The leader's answer, once its shared call has a head or an error.
+async fn lead(
+    reader: Reader,
+    label: DedupLabel,
+    provider: &Provider,
+    dialect: Dialect,
+) -> Response<ClientBody> {
+    match reader.head().await {
+        Ok(head) => stream_back::to_leader(&head, reader, provider, label),
+        Err(error) => {
+            let mut response = error
+                .response(dialect, "")
+                .map(|body| ClientBody::Own(Some(body)));
+            stream_back::mark(&mut response, provider, label);
+            response
+        }
+    }
+}
+
+/// A follower's answer. Its row is its own.
+async fn follow(
+    reader: Reader,
+    mut row: Row,
+    provider: &Provider,
+    dialect: Dialect,
+) -> Response<ClientBody> {
+    match reader.head().await {
+        Ok(head) => stream_back::to_follower(&head, reader, row, provider),
+        Err(error) => {
+            row.fail(&error);
+            let mut response = error
+                .response(dialect, "")
+                .map(|body| ClientBody::Own(Some(body)));
+            stream_back::mark(&mut response, provider, DedupLabel::Joined);
+            response
+        }
+    }
+}
+
+/// The shared call: pool, breaker, upstream, record. It owns permit, trial and the leader's row,
+/// and goes on for its followers when the leader has left.
+async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer) {
+    let Call {
+        row,
+        world,
+        provider,
+        route,
+        dialect,
+        model,
+        streaming,
+        sharing,
+        request,
+    } = call;
+    let flight = sharing
+        .map(|sharing| Flight::new(core.dedup.clone(), sharing.key, writer.answer().clone()));
+    let mut shared = SharedCall {
+        row,
+        writer,
+        _flight: flight,
+        // A retry can only rejoin what is shared.
+        linger: Linger::new(match sharing {
+            Some(_) => world.settings.dedup.linger,
+            None => Duration::ZERO,
+        }),
+        sharing,
+        provider,
+        route,
+        dialect,
+        core,
+    };
+    // pool → breaker
+    let leave = match shared.leave(model).await {
+        Ok(leave) => leave,
+        Err(failure) => return shared.fail(failure, None),
+    };
+    // upstream → stream back
+    match shared.attempt(request, streaming, leave.as_ref()).await {
+        Ok(ended) => shared.finish(ended, leave),
+        Err(failure) => shared.fail(failure, leave),
+    }
+    // record: the row is written when `shared` is dropped
+}
+
+/// What the shared call owns besides its leave.
+struct SharedCall {
+    // Dropped in this order: the row is on its way before the readers hear of a fault.
+    row: Row,
+    writer: Writer,
+    _flight: Option<Flight>,
+    linger: Linger,
+    sharing: Option<Sharing>,
+    provider: Arc<Provider>,
+    route: Route,
+    dialect: Dialect,
+    core: Arc<Core>,
+}
+
+impl SharedCall {
+    fn clock(&self) -> Clock {
+        self.core.clock
+    }
+
+    /// Leave to go upstream; `None` for routes that need none.
+    async fn leave(&mut self, model: Option<Arc<str>>) -> Result<Option<Leave>, Failure> {
+        if !self.route.is_guarded() {
+            return Ok(None);
+        }
+        let waiting = Leave::wait(&self.core, &self.provider, model);
+        let leave = tokio::select! {
+            biased;
+            leave = waiting => leave?,
+            () = std::future::poll_fn(|cx| self.writer.poll_left(cx, &mut self.linger)) => {
+                return Err(Failure::Left);
+            }
+        };
+        self.row.queued(leave.queued);
+        Ok(Some(leave))
+    }
+
+    async fn attempt(
+        &mut self,
+        request: UpstreamRequest,
+        streaming: bool,
+        leave: Option<&Leave>,
+    ) -> Result<Ended, Failure> {
+        if !self.writer.sending() {
+            return Err(Failure::Left);
+        }
+        self.row.sent_upstream();
+        let mut attempt = Attempt::new(
+            &self.provider,
+            self.route,
+            streaming,
+            &self.writer,
+            &mut self.linger,
+            self.core.clock,
+        );
+        let answering = attempt.send(request).await?;
+        self.row.status(answering.head.status);
+        let row = &mut self.row;
+        attempt
+            .relay(answering, |now| {
+                row.first_content(now);
+                if let Some(leave) = leave {
+                    leave.first_content(now);
+                }
+            })
+            .await
+    }
+
+    /// The answer came to its end.
+    fn finish(mut self, ended: Ended, leave: Option<Leave>) {
+        let now = self.clock().now();
+        if ended.keepable
+            && let Some(sharing) = &self.sharing
+        {
+            self.core.dedup.keep(sharing, &self.writer, now);
+        }
+        if let Some(leave) = leave {
+            leave.settle(ended.health, ended.account.error.as_ref(), now);
+        }
+        self.settle(ended.account.outcome, ended.account.error.clone());
+        self.writer.finish(Ending::Whole, ended.account);
+    }
+
+    /// No answer, or half of one.
+    fn fail(mut self, failure: Failure, leave: Option<Leave>) {
+        let now = self.clock().now();
+        let (error, event) = match failure {
+            Failure::Error { error, event } => (error, event),
+            // Nobody is left to be told: the row and the breakers say so by themselves.
+            Failure::Left | Failure::UploadBroke => return,
+        };
+        let told: Arc<str> = error.to_string().into();
+        if let Some(leave) = leave {
+            leave.settle(Health::Failure, Some(&told), now);
+        }
+        let outcome = error.outcome();
+        self.settle(outcome, Some(told.clone()));
+        if self.writer.has_head() {
+            if event {
+                self.writer
+                    .append(error.stream_event(self.route, self.dialect));
+            }
+            let account = answer::Account {
+                outcome,
+                error: Some(told),
+            };
+            self.writer.finish(Ending::Broken, account);
+        } else {
+            self.row.status(error.status());
+            self.writer.fail(error);
+        }
+    }
+
+    /// The leader's row: what became of the call, unless its client had left before.
+    fn settle(&mut self, outcome: Outcome, error: Option<Arc<str>>) {
+        if self.writer.leader_left() {
+            self.row.settle(Outcome::ClientLeft, None);
+        } else {
+            self.row.settle(outcome, error);
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Upgrades (WebSockets): refused where the call must be guarded and counted, tunnelled elsewhere.
+
+use std::sync::Arc;
+
+use http::header::{CONNECTION, HeaderValue, UPGRADE};
+use http::request::Parts;
+use http::{HeaderMap, Response, StatusCode};
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
+use tokio::io::copy_bidirectional;
+use tracing::debug;
+
+use super::accept::{Connection, check_token};
+use super::error::CallError;
+use super::headers::{remove_cors, remove_hop_by_hop};
+use super::identify::{self, Place};
+use super::record::Row;
+use super::stream_back::{self, ClientBody};
+use crate::core::Core;
+use crate::provider::clients::describe;
+use crate::store::{Billing, DedupLabel, Outcome};
+
+/// True if the request asks for another protocol on its connection.
+pub fn is_upgrade(headers: &HeaderMap) -> bool {
+    // Clients that offer HTTP/2 in passing (`h2c`) are served as they are.
+    headers
+        .get(UPGRADE)
+        .is_some_and(|protocol| !protocol.as_bytes().eq_ignore_ascii_case(b"h2c"))
+}
+
+/// Answers an upgrade: 426 on a generation route, so that the client falls back to HTTP, and a
+/// tunnel elsewhere.
+pub async fn answer(
+    core: &Arc<Core>,
+    connection: Connection,
+    place: Place,
+    parts: Parts,
+    mut row: Row,
+) -> Response<ClientBody> {
+    let dialect = place.dialect;
+    place.name_in(&mut row, &parts);
+    row.identify(|start| start.billing = Billing::Unmetered);
+    let opened = if place.route_of_post().is_generation() {
+        Err(CallError::UpgradeRequired)
+    } else {
+        open(core, connection, &place, parts, &mut row).await
+    };
+    let mut response = match opened {
+        Ok(opened) => opened.serve(row),
+        Err(error) => super::refused(error, dialect, row),
+    };
+    stream_back::mark(&mut response, place.provider(), DedupLabel::Off);
+    response
+}
+
+/// Both sides of an upgrade, where the upstream has answered.
+struct Opened {
+    client: Option<OnUpgrade>,
+    upstream: reqwest::Response,
+}
+
+async fn open(
+    core: &Arc<Core>,
+    connection: Connection,
+    place: &Place,
+    mut parts: Parts,
+    row: &mut Row,
+) -> Result<Opened, CallError> {
+    check_token(core, connection, place.token_in_path(), &parts.headers)?;
+    let provider = place.provider();
+    let unreachable = |reason: String| CallError::UpstreamUnreachable {
+        provider: provider.name().clone(),
+        reason,
+    };
+    let url = place.url(provider, parts.uri.query())?;
+    let client = parts.extensions.remove::<OnUpgrade>();
+    let protocol = parts.headers.get(UPGRADE).cloned();
+    identify::keep_end_to_end(&mut parts.headers);
+    identify::dress(core, &place.world, provider, &mut parts.headers).await?;
+    if let Some(protocol) = protocol {
+        parts
+            .headers
+            .insert(CONNECTION, HeaderValue::from_static("upgrade"));
+        parts.headers.insert(UPGRADE, protocol);
+    }
+    let mut request = reqwest::Request::new(parts.method, url);
+    *request.headers_mut() = parts.headers;
+    let http = provider
+        .clients
+        .for_upgrades()
+        .map_err(|error| unreachable(error.to_string()))?;
+    row.open(DedupLabel::Off);
+    row.sent_upstream();
+    let limit = provider.settings.limits.first_byte;
+    match tokio::time::timeout(limit, http.execute(request)).await {
+        Ok(Ok(upstream)) => Ok(Opened { client, upstream }),
+        Ok(Err(error)) => Err(unreachable(describe(&error.without_url()))),
+        Err(_) => Err(CallError::UpstreamTimeout {
+            provider: provider.name().clone(),
+            what: "answer the upgrade",
+            limit,
+            setting: "limits.timeout_secs",
+        }),
+    }
+}
+
+impl Opened {
+    /// Passes the upstream's answer on and, if it changed protocols, carries bytes both ways until
+    /// one side closes.
+    fn serve(self, mut row: Row) -> Response<ClientBody> {
+        let status = self.upstream.status();
+        let mut headers = self.upstream.headers().clone();
+        let protocol = headers.get(UPGRADE).cloned();
+        remove_hop_by_hop(&mut headers);
+        remove_cors(&mut headers);
+        row.status(status);
+        row.settle(Outcome::Completed, None);
+        let client = match self.client {
+            Some(client) if status == StatusCode::SWITCHING_PROTOCOLS => client,
+            _ => {
+                // Refused by the upstream: its answer is the client's.
+                if status.is_client_error() || status.is_server_error() {
+                    row.settle(
+                        Outcome::UpstreamError,
+                        Some(format!("status {status}").into()),
+                    );
+                }
+                let body = ClientBody::Passing(self.upstream.into());
+                let mut response = Response::new(body);
+                *response.status_mut() = status;
+                *response.headers_mut() = headers;
+                return response;
+            }
+        };
+        if let Some(protocol) = protocol {
+            headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+            headers.insert(UPGRADE, protocol);
+        }
+        tokio::spawn(async move {
+            let carried = async {
+                let mut upstream = self
+                    .upstream
+                    .upgrade()
+                    .await
+                    .map_err(std::io::Error::other)?;
+                let client = client.await.map_err(std::io::Error::other)?;
+                copy_bidirectional(&mut TokioIo::new(client), &mut upstream).await
+            };
+            if let Err(error) = carried.await {
+                debug!(%error, "a tunnel broke");
+                row.settle(Outcome::BrokenStream, Some(error.to_string().into()));
+            }
+        });
+        let mut response = Response::new(ClientBody::Own(None));
+        *response.status_mut() = status;
+        *response.headers_mut() = headers;
+        response
+    }
+}

@@ -1,0 +1,594 @@
+//! One attempt at the provider: sends the request, reads the answer into the shared one, and
+//! tells how it ended.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use http::Method;
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName};
+use http_body::{Body as _, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use tokio::time::Sleep;
+
+use super::answer::{Account, Head, Linger, Writer};
+use super::error::CallError;
+use super::headers::{remove_cors, remove_hop_by_hop};
+use super::identify::{RequestBody, UpstreamRequest};
+use crate::clock::{Clock, Moment};
+use crate::policy::routing::Route;
+use crate::policy::tap::{Encoding, Framing, Reading, Tap};
+use crate::provider::Provider;
+use crate::provider::clients::describe;
+use crate::provider::state::Health;
+use crate::store::Outcome;
+
+/// How an attempt ended.
+pub struct Ended {
+    pub account: Account,
+    pub health: Health,
+    /// The answer may be given to others later.
+    pub keepable: bool,
+}
+
+/// An attempt that came to nothing, or to half an answer.
+pub enum Failure {
+    /// Traygate says why. `event`: what was sent ends where an error event may follow.
+    Error { error: CallError, event: bool },
+    /// Nobody listens any more.
+    Left,
+    /// The client's own upload broke off.
+    UploadBroke,
+}
+
+impl From<CallError> for Failure {
+    fn from(error: CallError) -> Failure {
+        Failure::Error {
+            error,
+            event: false,
+        }
+    }
+}
+
+impl Failure {
+    /// The same failure, in the middle of an answer that `tap` has read so far.
+    fn after(self, tap: &Tap) -> Failure {
+        match self {
+            Failure::Error { error, .. } => Failure::Error {
+                error,
+                event: tap.at_event_boundary(),
+            },
+            failure => failure,
+        }
+    }
+}
+
+/// What an answer is held to.
+#[derive(Clone, Copy, Debug)]
+enum Timing {
+    /// To the first byte, then between chunks.
+    Streamed {
+        first_byte: Duration,
+        idle: Duration,
+    },
+    /// To the last byte.
+    Unstreamed { whole: Duration },
+    /// Routes that nobody knows: to the head, then between chunks.
+    Passing { head: Duration, idle: Duration },
+}
+
+impl Timing {
+    fn of_stream(self, provider: &Provider) -> Timing {
+        let limits = &provider.settings.limits;
+        Timing::Streamed {
+            first_byte: limits.first_byte,
+            idle: limits.idle,
+        }
+    }
+
+    fn of(provider: &Provider, route: Route, streaming: bool) -> Timing {
+        let limits = &provider.settings.limits;
+        if !route.is_generation() {
+            Timing::Passing {
+                head: limits.unstreamed,
+                idle: limits.idle,
+            }
+        } else if streaming {
+            Timing::Streamed {
+                first_byte: limits.first_byte,
+                idle: limits.idle,
+            }
+        } else {
+            Timing::Unstreamed {
+                whole: limits.unstreamed,
+            }
+        }
+    }
+
+    fn before_first_byte(self) -> Limit {
+        match self {
+            Timing::Streamed { first_byte, .. } => Limit {
+                span: first_byte,
+                what: "begin its answer",
+                setting: "limits.timeout_secs",
+            },
+            Timing::Unstreamed { whole } => Limit {
+                span: whole,
+                what: "finish its answer",
+                setting: "limits.unstreamed_timeout_secs",
+            },
+            Timing::Passing { head, .. } => Limit {
+                span: head,
+                what: "begin its answer",
+                setting: "limits.unstreamed_timeout_secs",
+            },
+        }
+    }
+
+    fn between_chunks(self) -> Option<Limit> {
+        match self {
+            Timing::Streamed { idle, .. } | Timing::Passing { idle, .. } => Some(Limit {
+                span: idle,
+                what: "send anything more",
+                setting: "limits.idle_secs",
+            }),
+            Timing::Unstreamed { .. } => None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Limit {
+    span: Duration,
+    what: &'static str,
+    setting: &'static str,
+}
+
+/// The one timer of a call. Moving its end is a store; it is set again only when it fires early.
+struct Deadline {
+    sleep: Pin<Box<Sleep>>,
+    clock: Clock,
+    due: Moment,
+    limit: Limit,
+}
+
+impl Deadline {
+    fn new(clock: Clock, now: Moment, limit: Limit) -> Deadline {
+        Deadline {
+            sleep: Box::pin(tokio::time::sleep(limit.span)),
+            clock,
+            due: now + limit.span,
+            limit,
+        }
+    }
+
+    fn restart(&mut self, now: Moment, limit: Limit) {
+        // A timer that would fire too late is set anew, one that fires early looks again then.
+        if now + limit.span < self.due {
+            self.sleep.set(tokio::time::sleep(limit.span));
+        }
+        self.limit = limit;
+        self.due = now + limit.span;
+    }
+
+    fn poll_over(&mut self, cx: &mut Context<'_>, upload: &Upload) -> Poll<()> {
+        while self.sleep.as_mut().poll(cx).is_ready() {
+            let now = self.clock.now();
+            if upload.moved() {
+                self.due = now + self.limit.span;
+            }
+            if now >= self.due {
+                return Poll::Ready(());
+            }
+            self.sleep.set(tokio::time::sleep(self.due.since(now)));
+        }
+        Poll::Pending
+    }
+}
+
+/// An attempt under way.
+pub struct Attempt<'a> {
+    provider: &'a Provider,
+    route: Route,
+    writer: &'a Writer,
+    linger: &'a mut Linger,
+    clock: Clock,
+    timing: Timing,
+    deadline: Deadline,
+    upload: Arc<Upload>,
+}
+
+/// The answer's head has come; its body is to be relayed.
+pub struct Answering {
+    pub head: Head,
+    body: reqwest::Body,
+    tap: Tap,
+    framing: Framing,
+    // Keeps the call's place on its client until the last byte.
+    _lease: crate::provider::clients::Lease,
+}
+
+impl<'a> Attempt<'a> {
+    pub fn new(
+        provider: &'a Provider,
+        route: Route,
+        streaming: bool,
+        writer: &'a Writer,
+        linger: &'a mut Linger,
+        clock: Clock,
+    ) -> Attempt<'a> {
+        let timing = Timing::of(provider, route, streaming);
+        Attempt {
+            deadline: Deadline::new(clock, clock.now(), timing.before_first_byte()),
+            provider,
+            route,
+            writer,
+            linger,
+            clock,
+            timing,
+            upload: Arc::default(),
+        }
+    }
+
+    /// Sends the request and waits for the answer's head.
+    ///
+    /// It is sent once. reqwest sends it again only where its connection hands it back unsent or
+    /// HTTP/2 says that it was not processed.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub async fn send(&mut self, request: UpstreamRequest) -> Result<Answering, Failure> {
+        let lease = self
+            .provider
+            .clients
+            .lease()
+            .map_err(|error| self.unreachable(error.to_string()))?;
+        let is_head = request.method == Method::HEAD;
+        let mut outgoing = reqwest::Request::new(request.method, request.url);
+        *outgoing.headers_mut() = request.headers;
+        let held = match request.body {
+            RequestBody::Whole { bytes, held } => {
+                *outgoing.body_mut() = Some(bytes.into());
+                held
+            }
+            RequestBody::Streamed { read, rest } => {
+                if !(read.is_empty() && rest.is_end_stream()) {
+                    let body = UploadBody {
+                        read: read.into_iter(),
+                        rest,
+                        upload: self.upload.clone(),
+                    };
+                    *outgoing.body_mut() = Some(reqwest::Body::wrap(body));
+                }
+                None
+            }
+        };
+        let sending = pin!(lease.client().execute(outgoing));
+        let sent = self.watch(sending).await?;
+        drop(held);
+        let response = match sent {
+            Ok(response) => response,
+            Err(_) if self.upload.broke() => return Err(Failure::UploadBroke),
+            Err(error) => return Err(self.send_error(error)),
+        };
+        if let Timing::Passing { .. } = self.timing
+            && let Some(limit) = self.timing.between_chunks()
+        {
+            self.deadline.restart(self.clock.now(), limit);
+        }
+        let (head, body) = http::Response::<reqwest::Body>::from(response).into_parts();
+        let mut headers = head.headers;
+        remove_hop_by_hop(&mut headers);
+        remove_cors(&mut headers);
+        let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let framing = Framing::of(text(&CONTENT_TYPE).unwrap_or_default());
+        let encoding = text(&CONTENT_ENCODING).map_or(Encoding::Identity, Encoding::of);
+        let length = text(&CONTENT_LENGTH).and_then(|length| length.parse().ok());
+        Ok(Answering {
+            tap: Tap::new(
+                self.route,
+                if self.route.is_generation() || framing == Framing::Sse {
+                    framing
+                } else {
+                    Framing::Opaque
+                },
+                encoding,
+                head.status.as_u16(),
+            ),
+            framing,
+            head: Head {
+                status: head.status,
+                length: length.filter(|_| !is_head),
+                headers,
+            },
+            body,
+            _lease: lease,
+        })
+    }
+
+    /// Reads the answer's body to its end, handing every chunk on as it comes. `on_content` is told
+    /// once. The end itself, and a last chunk that came with it, are left for
+    /// [`Writer::finish`] to tell, so that what has to be done before the end is seen can be.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub async fn relay(
+        &mut self,
+        answering: Answering,
+        mut on_content: impl FnMut(Moment),
+    ) -> Result<Ended, Failure> {
+        let Answering {
+            head,
+            mut body,
+            mut tap,
+            framing,
+            _lease,
+        } = answering;
+        let status = head.status.as_u16();
+        self.writer.prepare_head(head);
+        // Head and first chunk often come together: one wake-up serves both.
+        let mut arrived = if body.is_end_stream() {
+            Some(None)
+        } else {
+            body.frame().now_or_never()
+        };
+        if arrived.is_none() {
+            self.writer.announce();
+        }
+        let mut has_content = false;
+        let mut is_first = true;
+        loop {
+            let frame = match arrived.take() {
+                Some(frame) => frame,
+                None => match self.next(&mut body).await {
+                    Ok(frame) => frame,
+                    // Its readers took every promised byte and left without waiting for the end.
+                    Err(Failure::Left) if self.writer.has_all() => None,
+                    Err(failure) => return Err(failure.after(&tap)),
+                },
+            };
+            let chunk = match frame {
+                None => return Ok(self.ended(status, framing, tap.finish())),
+                Some(Err(error)) => {
+                    let error = CallError::UpstreamBroke {
+                        provider: self.provider.name().clone(),
+                        reason: describe(&error.without_url()),
+                    };
+                    return Err(Failure::from(error).after(&tap));
+                }
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(chunk) if !chunk.is_empty() => chunk,
+                    Ok(_) | Err(_) => continue, // nothing, or trailers
+                },
+            };
+            let now = self.clock.now();
+            if std::mem::take(&mut is_first) && framing == Framing::Sse {
+                // Also where it was not asked to stream.
+                self.timing = self.timing.of_stream(self.provider);
+            }
+            if let Some(limit) = self.timing.between_chunks() {
+                self.deadline.restart(now, limit);
+            }
+            let is_last = body.is_end_stream();
+            if is_last {
+                self.writer.hold(chunk.clone());
+            } else {
+                self.writer.append(chunk.clone());
+            }
+            tap.feed(&chunk);
+            if !has_content && tap.has_content() {
+                has_content = true;
+                self.writer.content(now);
+                on_content(now);
+            }
+            if is_last {
+                return Ok(self.ended(status, framing, tap.finish()));
+            }
+        }
+    }
+
+    async fn next(
+        &mut self,
+        body: &mut reqwest::Body,
+    ) -> Result<Option<Result<Frame<Bytes>, reqwest::Error>>, Failure> {
+        self.room().await?;
+        self.watch(body.frame()).await
+    }
+
+    /// Waits until the fastest reader is near; a client that reads slowly is no fault of the
+    /// upstream's, so no deadline runs.
+    async fn room(&mut self) -> Result<(), Failure> {
+        let mut waited = false;
+        poll_fn(|cx| {
+            if self.writer.poll_room(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            waited = true;
+            self.writer
+                .poll_left(cx, self.linger)
+                .map(|()| Err(Failure::Left))
+        })
+        .await?;
+        if waited && let Some(limit) = self.timing.between_chunks() {
+            self.deadline.restart(self.clock.now(), limit);
+        }
+        Ok(())
+    }
+
+    /// Waits for `future`, for the deadline or for the last listener to leave.
+    async fn watch<F: Future + Unpin>(&mut self, mut future: F) -> Result<F::Output, Failure> {
+        let over = poll_fn(|cx| {
+            if let Poll::Ready(output) = future.poll_unpin(cx) {
+                return Poll::Ready(Ok(output));
+            }
+            if self.writer.poll_left(cx, self.linger).is_ready() {
+                return Poll::Ready(Err(None));
+            }
+            let over = self.deadline.poll_over(cx, &self.upload);
+            over.map(|()| Err(Some(self.deadline.limit)))
+        });
+        match over.await {
+            Ok(output) => Ok(output),
+            Err(None) => Err(Failure::Left),
+            Err(Some(limit)) => Err(Failure::from(CallError::UpstreamTimeout {
+                provider: self.provider.name().clone(),
+                what: limit.what,
+                limit: limit.span,
+                setting: limit.setting,
+            })),
+        }
+    }
+
+    fn send_error(&self, error: reqwest::Error) -> Failure {
+        if error.is_connect() && error.is_timeout() {
+            return Failure::from(CallError::UpstreamTimeout {
+                provider: self.provider.name().clone(),
+                what: "accept a connection",
+                limit: self.provider.settings.limits.connect,
+                setting: "limits.connect_secs",
+            });
+        }
+        let is_connect = error.is_connect();
+        // The address may hold a key.
+        let reason = describe(&error.without_url());
+        self.unreachable(if is_connect {
+            reason
+        } else {
+            format!("the connection broke before an answer came ({reason})")
+        })
+    }
+
+    fn unreachable(&self, reason: String) -> Failure {
+        Failure::from(CallError::UpstreamUnreachable {
+            provider: self.provider.name().clone(),
+            reason,
+        })
+    }
+
+    /// What an answer that ended in order amounts to.
+    fn ended(&self, status: u16, framing: Framing, reading: Reading) -> Ended {
+        let streamed = matches!(framing, Framing::Sse | Framing::Ndjson);
+        let told = reading
+            .error
+            .as_ref()
+            .map(|error| match error.kind.as_str() {
+                "" => error.message.clone(),
+                kind if error.message.is_empty() => kind.to_owned(),
+                kind => format!("{kind}: {}", error.message),
+            });
+        let overloaded = reading.error.as_ref().is_some_and(|error| error.overloaded);
+        let (outcome, error, health) = if status >= 400 {
+            let error = match told {
+                Some(told) => format!("status {status}: {told}"),
+                None => format!("status {status}"),
+            };
+            let health = match status {
+                529 => Health::Overloaded,
+                500.. if overloaded => Health::Overloaded,
+                500.. => Health::Failure,
+                _ => Health::ClientError,
+            };
+            (Outcome::UpstreamError, Some(error), health)
+        } else if let Some(told) = told {
+            // Only an event in a stream is the provider's failure; a 200 that says no in its body
+            // may be the request's own fault.
+            if overloaded {
+                (Outcome::BrokenStream, Some(told), Health::Overloaded)
+            } else if streamed {
+                (Outcome::BrokenStream, Some(told), Health::Failure)
+            } else {
+                (Outcome::UpstreamError, Some(told), Health::ClientError)
+            }
+        } else if self.route.is_generation()
+            && !reading.has_content
+            && !reading.saw_end
+            && status != 304
+        {
+            let error = "the answer was empty".to_owned();
+            (Outcome::UpstreamError, Some(error), Health::ClientError)
+        } else {
+            (Outcome::Completed, None, Health::Success)
+        };
+        Ended {
+            keepable: (200..300).contains(&status) && reading.keepable(),
+            account: Account {
+                outcome,
+                error: error.map(Arc::from),
+            },
+            health,
+        }
+    }
+}
+
+/// What a request body that streams through tells the attempt.
+#[derive(Debug, Default)]
+pub struct Upload {
+    chunks: AtomicU64,
+    seen: AtomicU64,
+    broke: AtomicBool,
+}
+
+impl Upload {
+    /// True if anything was uploaded since this was last asked: an upload is not silence.
+    fn moved(&self) -> bool {
+        let chunks = self.chunks.load(Ordering::Relaxed);
+        self.seen.swap(chunks, Ordering::Relaxed) != chunks
+    }
+
+    fn broke(&self) -> bool {
+        self.broke.load(Ordering::Relaxed)
+    }
+}
+
+/// A request body on its way through.
+struct UploadBody {
+    read: std::vec::IntoIter<Bytes>,
+    rest: Incoming,
+    upload: Arc<Upload>,
+}
+
+impl http_body::Body for UploadBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        self.upload.chunks.fetch_add(1, Ordering::Relaxed);
+        if let Some(chunk) = self.read.next() {
+            return Poll::Ready(Some(Ok(Frame::data(chunk))));
+        }
+        let frame = std::task::ready!(Pin::new(&mut self.rest).poll_frame(cx));
+        if matches!(frame, Some(Err(_))) {
+            self.upload.broke.store(true, Ordering::Relaxed);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.read.as_slice().is_empty() && self.rest.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let read: u64 = self
+            .read
+            .as_slice()
+            .iter()
+            .map(|chunk| chunk.len() as u64)
+            .sum();
+        let rest = self.rest.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + read);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + read);
+        }
+        hint
+    }
+}
