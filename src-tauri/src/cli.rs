@@ -1,0 +1,175 @@
+//! The command line. Every flag can also be set as `TRAYGATE_*`.
+
+pub mod calls;
+pub mod check;
+pub mod key;
+mod serve;
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Args, Parser, Subcommand};
+use directories::ProjectDirs;
+
+use crate::settings::{Overrides, Settings, write_default};
+
+/// A local LLM proxy: point your tools at it, and identical calls cost once, a dead provider
+/// fails in a millisecond, and every call is on record.
+///
+/// Start it with `traygate serve`, then change only the base URL of your tools:
+///
+///   OpenAI SDKs      OPENAI_BASE_URL=http://127.0.0.1:7337/openai/v1
+///   Anthropic SDKs   ANTHROPIC_BASE_URL=http://127.0.0.1:7337/anthropic
+///   Ollama clients   http://127.0.0.1:7337/ollama
+///
+/// `/@name/` before the provider tells Traygate which tool is calling:
+/// http://127.0.0.1:7337/@aider/openai/v1
+#[derive(Debug, Parser)]
+#[command(version, verbatim_doc_comment, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    places: Places,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Where things are.
+#[derive(Debug, Args)]
+struct Places {
+    /// The settings file [default: config.toml in the platform's config folder]
+    #[arg(long, global = true, value_name = "FILE", env = "TRAYGATE_CONFIG")]
+    config: Option<PathBuf>,
+    /// The folder of the record [default: the platform's data folder]
+    #[arg(long, global = true, value_name = "FOLDER", env = "TRAYGATE_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the proxy
+    Serve(ServeArgs),
+    /// Say what works and what does not: settings, record, keyring, port, providers
+    Check,
+    /// Keep providers' API keys in the system's keyring
+    #[command(subcommand)]
+    Key(key::KeyCommand),
+    /// Show the record of calls
+    Calls(calls::CallsArgs),
+}
+
+/// Flags of `traygate serve`. They win over the settings file.
+#[derive(Debug, Args)]
+struct ServeArgs {
+    /// Listen here too, beyond loopback; callers then need the access token
+    /// (`traygate key set access-token`)
+    #[arg(long, value_name = "IP", value_delimiter = ',', env = "TRAYGATE_HOST")]
+    host: Option<Vec<IpAddr>>,
+    /// The port; 0 takes a free one [default: 7337, or server.port of the settings]
+    #[arg(long, env = "TRAYGATE_PORT")]
+    port: Option<u16>,
+    /// Seconds to a stream's first byte, and for a whole answer that is not streamed, for every
+    /// provider in this run
+    #[arg(long, value_name = "SECS", value_parser = seconds, env = "TRAYGATE_TIMEOUT")]
+    timeout: Option<Duration>,
+    /// Calls at once, for every provider in this run
+    #[arg(long, value_name = "CALLS", env = "TRAYGATE_CONCURRENCY")]
+    concurrency: Option<usize>,
+    /// Seconds for which a finished answer may serve an identical call; 0 merges only calls in
+    /// flight
+    #[arg(long, value_name = "SECS", value_parser = seconds, env = "TRAYGATE_DEDUP_SECS")]
+    dedup_secs: Option<Duration>,
+    /// Threads that carry the calls [default: one for each core]
+    #[arg(long, value_name = "THREADS", value_parser = clap::value_parser!(u16).range(1..=256), env = "TRAYGATE_WORKER_THREADS")]
+    worker_threads: Option<u16>,
+    /// What to tell on standard error: error, warn, info, debug, trace, or a filter such as
+    /// `traygate::call=debug`
+    #[arg(
+        long,
+        value_name = "FILTER",
+        default_value = "info",
+        env = "TRAYGATE_LOG"
+    )]
+    log: String,
+}
+
+/// Seconds with fractions.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text
+        .parse()
+        .map_err(|_| format!("{text:?} is not a number of seconds"))?;
+    Duration::try_from_secs_f64(seconds).map_err(|_| format!("{text} seconds is out of range"))
+}
+
+impl ServeArgs {
+    fn overrides(&self) -> Overrides {
+        Overrides {
+            host: self.host.clone(),
+            port: self.port,
+            timeout: self.timeout,
+            concurrency: self.concurrency,
+            dedup_window: self.dedup_secs,
+        }
+    }
+}
+
+impl Places {
+    fn folders() -> anyhow::Result<ProjectDirs> {
+        ProjectDirs::from("", "", "traygate")
+            .context("there is no home folder, so name the places with --config and --data-dir")
+    }
+
+    fn config(&self) -> anyhow::Result<PathBuf> {
+        match &self.config {
+            Some(file) => Ok(file.clone()),
+            None => Ok(Places::folders()?.config_dir().join("config.toml")),
+        }
+    }
+
+    fn data_dir(&self) -> anyhow::Result<PathBuf> {
+        match &self.data_dir {
+            Some(folder) => Ok(folder.clone()),
+            None => Ok(Places::folders()?.data_dir().to_owned()),
+        }
+    }
+
+    /// The settings, from a file that is written with its comments where there is none.
+    fn settings(&self, overrides: &Overrides) -> anyhow::Result<Settings> {
+        let file = self.config()?;
+        // A folder that cannot be written is no reason not to serve: the defaults hold.
+        let _ = write_default(&file);
+        Ok(Settings::load(&file, overrides)?)
+    }
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    match run(&Cli::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("traygate: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    match &cli.command {
+        Command::Serve(args) => serve::run(&cli.places, args),
+        Command::Check => {
+            let config = cli.places.config()?;
+            let data_dir = cli.places.data_dir()?;
+            check::run(&config, &data_dir, &mut std::io::stdout().lock())
+        }
+        Command::Key(command) => {
+            let settings = cli.places.settings(&Overrides::default())?;
+            key::run(command, &settings, &mut std::io::stdout().lock())
+        }
+        Command::Calls(args) => {
+            calls::run(args, &cli.places.data_dir()?, &mut std::io::stdout().lock())?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! The `traygate` program.
+
+fn main() -> std::process::ExitCode {
+    traygate::cli::main()
+}
