@@ -38,9 +38,9 @@ const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const API_KEY: HeaderName = HeaderName::from_static("api-key");
 const X_GOOG_API_KEY: HeaderName = HeaderName::from_static("x-goog-api-key");
 /// Where clients put their credential.
-const CREDENTIAL_HEADERS: [HeaderName; 4] = [AUTHORIZATION, X_API_KEY, API_KEY, X_GOOG_API_KEY];
+static CREDENTIAL_HEADERS: [HeaderName; 4] = [AUTHORIZATION, X_API_KEY, API_KEY, X_GOOG_API_KEY];
 /// Query parameters that carry one.
-const CREDENTIAL_PARAMETERS: [&str; 3] = ["key", "api_key", "api-key"];
+pub const CREDENTIAL_PARAMETERS: [&str; 3] = ["key", "api_key", "api-key"];
 
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
 const TAG: HeaderName = HeaderName::from_static("x-traygate-tag");
@@ -380,7 +380,10 @@ fn request_key(
     hasher.part("url", url.as_str().as_bytes());
     let mut keyed: Vec<(&str, &[u8])> = headers
         .iter()
-        .filter(|(name, _)| is_credential_of(provider, name) || header_is_in_key(name.as_str()))
+        .filter(|(name, _)| {
+            header_is_in_key(name.as_str())
+                || credential_headers(provider).any(|credential| credential == *name)
+        })
         .map(|(name, value)| (name.as_str(), value.as_bytes()))
         .collect();
     // Stable, so that a repeated header keeps the order of its values.
@@ -391,10 +394,6 @@ fn request_key(
     }
     hasher.part("body", body_hash);
     hasher.finish()
-}
-
-fn is_credential_of(provider: &Provider, name: &HeaderName) -> bool {
-    CREDENTIAL_HEADERS.contains(name) || provider.settings.auth_header.as_ref() == Some(name)
 }
 
 // --- The body ---------------------------------------------------------------------------------
@@ -586,8 +585,8 @@ fn is_local(name: &str) -> bool {
 
 /// The credentials that a client sends, without their scheme.
 pub fn credentials(headers: &HeaderMap) -> impl Iterator<Item = &str> {
-    CREDENTIAL_HEADERS.into_iter().flat_map(|name| {
-        let is_bearer = name == AUTHORIZATION;
+    CREDENTIAL_HEADERS.iter().flat_map(|name| {
+        let is_bearer = *name == AUTHORIZATION;
         headers.get_all(name).into_iter().filter_map(move |value| {
             let value = value.to_str().ok()?.trim();
             Some(if is_bearer {
@@ -673,12 +672,16 @@ pub async fn dress(
 }
 
 fn strip_credentials(provider: &Provider, headers: &mut HeaderMap) {
-    for name in CREDENTIAL_HEADERS
-        .iter()
-        .chain(&provider.settings.auth_header)
-    {
+    for name in credential_headers(provider) {
         headers.remove(name);
     }
+}
+
+/// Every header in which a credential may go to this provider.
+pub fn credential_headers(provider: &Provider) -> impl Iterator<Item = &HeaderName> {
+    CREDENTIAL_HEADERS
+        .iter()
+        .chain(&provider.settings.auth_header)
 }
 
 fn without_credentials(query: &str) -> Cow<'_, str> {

@@ -18,6 +18,7 @@ mod headers;
 pub mod identify;
 pub mod pool;
 pub mod record;
+mod redact;
 pub mod stream_back;
 mod tunnel;
 mod upstream;
@@ -40,6 +41,7 @@ use self::dedup::{Flight, Role, Sharing};
 use self::error::CallError;
 use self::identify::{Call, UpstreamRequest};
 use self::record::Row;
+use self::redact::Secrets;
 use self::stream_back::ClientBody;
 use self::upstream::{Attempt, Ended, Failure};
 use crate::clock::Clock;
@@ -293,6 +295,7 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer) {
             Some(_) => world.settings.dedup.linger,
             None => Duration::ZERO,
         }),
+        secrets: Secrets::of(&provider, &request.headers, request.url.query()),
         sharing,
         provider,
         route,
@@ -319,6 +322,7 @@ struct SharedCall {
     writer: Writer,
     _flight: Option<Flight>,
     linger: Linger,
+    secrets: Secrets,
     sharing: Option<Sharing>,
     provider: Arc<Provider>,
     route: Route,
@@ -380,7 +384,9 @@ impl SharedCall {
     }
 
     /// The answer came to its end.
-    fn finish(mut self, ended: Ended, leave: Option<Leave>) {
+    fn finish(mut self, mut ended: Ended, leave: Option<Leave>) {
+        let told = ended.account.error.take();
+        ended.account.error = told.map(|told| self.secrets.redact(told));
         let now = self.clock().now();
         if ended.keepable
             && let Some(sharing) = &self.sharing

@@ -84,7 +84,7 @@ impl<'a> Event<'a> {
 
 /// The `type` of an object that begins with it, as those of OpenAI and Anthropic do: seen
 /// without reading what may be megabytes behind it.
-fn leading_type(data: &[u8]) -> Option<&str> {
+pub(super) fn leading_type(data: &[u8]) -> Option<&str> {
     let rest = data.trim_ascii_start().strip_prefix(b"{")?;
     let rest = rest.trim_ascii_start().strip_prefix(br#""type""#)?;
     let rest = rest.trim_ascii_start().strip_prefix(b":")?;

@@ -27,7 +27,7 @@ use std::io::{self, Write};
 use serde_json::value::RawValue;
 
 use self::encoding::Decoder;
-use self::framing::{Event, Events, Lines, Piece};
+use self::framing::{Event, Events, Lines, Piece, leading_type};
 use self::shape::Shape;
 use crate::policy::routing::Route;
 
@@ -336,13 +336,13 @@ enum Body {
 
 impl Reader {
     fn new(route: Route, framing: Framing, status: u16, readable: bool) -> Self {
-        let is_known = !matches!(route, Route::Free | Route::UnknownPost);
+        let read = is_known(route) && is_success(status);
         let body = match framing {
             _ if !readable => Body::Unread,
             Framing::Sse => Body::Events(Events::new()),
             _ if status >= 400 => Body::Refusal(Piece::default()),
-            Framing::Ndjson if is_known && is_success(status) => Body::Lines(Lines::default()),
-            Framing::Json if is_known && is_success(status) => Body::Answer(Piece::default()),
+            Framing::Ndjson if read => Body::Lines(Lines::default()),
+            Framing::Json if read => Body::Answer(Piece::default()),
             _ => Body::Unread,
         };
         Self {
@@ -422,7 +422,6 @@ impl Reader {
 
     fn end(&self, damaged: bool) -> End {
         let learned = &self.learned;
-        let is_known = !matches!(self.route, Route::Free | Route::UnknownPost);
         let failed = learned.error.is_some() || learned.stop == Some(Stop::Failed);
         if self.status >= 400 || failed {
             return End::Error;
@@ -430,7 +429,7 @@ impl Reader {
         if damaged {
             return End::Unknown;
         }
-        if !is_known || !is_success(self.status) {
+        if !is_known(self.route) || !is_success(self.status) {
             return End::Opaque;
         }
         if learned.refused {
@@ -452,6 +451,11 @@ impl Reader {
     }
 }
 
+/// Whether answers on this route are understood.
+fn is_known(route: Route) -> bool {
+    !matches!(route, Route::Free | Route::UnknownPost)
+}
+
 fn is_success(status: u16) -> bool {
     (200..300).contains(&status)
 }
@@ -471,7 +475,8 @@ fn read_event(route: Route, learned: &mut Learned, event: Event<'_>) {
         Route::Embeddings | Route::Free | Route::UnknownPost => {
             learned.output = true;
             // Such events may be large (pictures, sound), so only their beginning is looked at.
-            if event.data.starts_with(br#"{"error":"#) || event.kind() == "error" {
+            if event.data.starts_with(br#"{"error":"#) || leading_type(event.data) == Some("error")
+            {
                 learned.note_error(StreamError::of_event(event.data));
             }
         }

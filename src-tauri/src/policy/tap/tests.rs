@@ -583,6 +583,39 @@ fn a_damaged_compressed_answer_is_not_understood() {
     assert_eq!(tap.finish().end, End::Opaque);
 }
 
+#[test]
+fn events_are_divided_as_the_standard_has_it() {
+    for (stream, expected) in [
+        ("data: a\ndata:b\n\n", &[("", "a\nb")][..]),
+        ("data\ndata\n\n", &[("", "\n")]),
+        ("data:  two spaces\n\n", &[("", " two spaces")]),
+        (
+            "event: x\nevent: y\ndata: a\n\ndata: b\n\n",
+            &[("y", "a"), ("", "b")],
+        ),
+        (": c\n\nid: 1\n\nretry: 5\n\n:\n\n", &[]),
+        (
+            "data: a\r\n\r\ndata: b\r\rdata: c",
+            &[("", "a"), ("", "b"), ("", "c")],
+        ),
+        (" data: a\ndatas: b\ndat: c\nData: d\n\n", &[]),
+        ("\u{feff}data: a\n\n\u{feff}data: b\n\n", &[("", "a")]),
+    ] {
+        for size in [1, 2, 3, stream.len()] {
+            let mut seen = Vec::new();
+            let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("text was sent");
+            let mut note = |event: Event<'_>| seen.push((text(event.name), text(event.data)));
+            let mut events = Events::new();
+            for chunk in stream.as_bytes().chunks(size) {
+                events.feed(chunk, &mut note);
+            }
+            events.finish(&mut note);
+            let seen: Vec<_> = seen.iter().map(|(name, data)| (&**name, &**data)).collect();
+            assert_eq!(seen, expected, "{stream:?} by {size}");
+        }
+    }
+}
+
 /// A zstd body that decodes to `blocks` × 128 KB of zeros, at four bytes a block: a frame
 /// with a window of 128 KB and blocks of one repeated byte (RFC 8878).
 fn zstd_bomb(blocks: usize) -> Vec<u8> {
@@ -605,6 +638,14 @@ fn a_bomb_is_bounded() {
             .len(),
         3 << 17
     );
+
+    // A window of 8 MB is what the web may ask for (RFC 9659), and 16 MB is not.
+    let mut bomb = zstd_bomb(1);
+    bomb[5] = 13 << 3;
+    assert!(decode_request(Encoding::Zstd, &bomb, 1 << 20).is_ok());
+    bomb[5] = 14 << 3;
+    let wide = decode_request(Encoding::Zstd, &bomb, 1 << 20);
+    assert_eq!(wide, Err(DecodeError::Corrupt));
 
     // 10 GB.
     let bomb = zstd_bomb(80_000);
