@@ -40,29 +40,68 @@ struct Cli {
 #[derive(Debug, Args)]
 struct Places {
     /// The settings file [default: config.toml in the platform's config folder]
-    #[arg(long, global = true, value_name = "FILE", env = "TRAYGATE_CONFIG")]
+    #[arg(
+        long,
+        global = true,
+        display_order = 100,
+        value_name = "FILE",
+        env = "TRAYGATE_CONFIG"
+    )]
     config: Option<PathBuf>,
     /// The folder of the record [default: the platform's data folder]
-    #[arg(long, global = true, value_name = "FOLDER", env = "TRAYGATE_DATA_DIR")]
+    #[arg(
+        long,
+        global = true,
+        display_order = 101,
+        value_name = "FOLDER",
+        env = "TRAYGATE_DATA_DIR"
+    )]
     data_dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the proxy
+    ///
+    /// It listens on 127.0.0.1 and [::1], port 7337, and on no other port by itself. The first
+    /// Ctrl-C or SIGTERM lets calls in flight finish, a second one ends at once.
+    ///
+    ///   traygate serve
+    ///   traygate serve --timeout 20 --concurrency 4
+    ///   traygate serve --host 172.17.0.1        containers may call, with the access token
+    ///
+    /// A flag wins over its TRAYGATE_* variable, and that over the settings file, which can say
+    /// much more: the first start writes one in which everything is explained.
+    #[command(verbatim_doc_comment)]
     Serve(ServeArgs),
     /// Say what works and what does not: settings, record, keyring, port, providers
-    Check,
+    ///
+    /// A line for each: `ok`, `note` where there is nothing to mend, or `BAD`. The exit code is 1
+    /// if anything is bad. Nothing is changed, and no call that costs money is made.
+    #[command(verbatim_doc_comment)]
+    Check(ListenArgs),
     /// Keep providers' API keys in the system's keyring
-    #[command(subcommand)]
+    ///
+    ///   traygate key set openai                 asks for the key, which is not shown
+    ///   traygate key list
+    ///
+    /// A stored key is used where a tool sends none, or a placeholder such as `traygate`; a tool's
+    /// own key always wins.
+    #[command(subcommand, verbatim_doc_comment)]
     Key(key::KeyCommand),
     /// Show the record of calls
+    ///
+    ///   traygate calls                          the last 50
+    ///   traygate calls --follow
+    ///   traygate calls --since 2h --outcome upstream_error
+    ///   traygate calls --since 2026-11-01 --format csv > november.csv
+    #[command(verbatim_doc_comment)]
     Calls(calls::CallsArgs),
 }
 
-/// Flags of `traygate serve`. They win over the settings file.
+/// Where to listen. They win over the settings file.
 #[derive(Debug, Args)]
-struct ServeArgs {
+struct ListenArgs {
     /// Listen here too, beyond loopback; callers then need the access token
     /// (`traygate key set access-token`)
     #[arg(long, value_name = "IP", value_delimiter = ',', env = "TRAYGATE_HOST")]
@@ -70,6 +109,13 @@ struct ServeArgs {
     /// The port; 0 takes a free one [default: 7337, or server.port of the settings]
     #[arg(long, env = "TRAYGATE_PORT")]
     port: Option<u16>,
+}
+
+/// Flags of `traygate serve`. They win over the settings file.
+#[derive(Debug, Args)]
+struct ServeArgs {
+    #[command(flatten)]
+    listen: ListenArgs,
     /// Seconds to a stream's first byte, and for a whole answer that is not streamed, for every
     /// provider in this run
     #[arg(long, value_name = "SECS", value_parser = seconds, env = "TRAYGATE_TIMEOUT")]
@@ -103,14 +149,23 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| format!("{text} seconds is out of range"))
 }
 
-impl ServeArgs {
+impl ListenArgs {
     fn overrides(&self) -> Overrides {
         Overrides {
             host: self.host.clone(),
             port: self.port,
+            ..Overrides::default()
+        }
+    }
+}
+
+impl ServeArgs {
+    fn overrides(&self) -> Overrides {
+        Overrides {
             timeout: self.timeout,
             concurrency: self.concurrency,
             dedup_window: self.dedup_secs,
+            ..self.listen.overrides()
         }
     }
 }
@@ -158,10 +213,16 @@ pub fn main() -> ExitCode {
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     match &cli.command {
         Command::Serve(args) => serve::run(&cli.places, args),
-        Command::Check => {
+        Command::Check(listen) => {
             let config = cli.places.config()?;
             let data_dir = cli.places.data_dir()?;
-            check::run(&config, &data_dir, &mut std::io::stdout().lock())
+            let overrides = listen.overrides();
+            check::run(
+                &config,
+                &data_dir,
+                &overrides,
+                &mut std::io::stdout().lock(),
+            )
         }
         Command::Key(command) => {
             let settings = cli.places.settings(&Overrides::default())?;

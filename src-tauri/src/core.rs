@@ -2,10 +2,12 @@
 //!
 //! Faces (the command line, the listener, later the tray and the pages) hold an `Arc<Core>`.
 
+use std::future::Future;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 use crate::call::dedup::Dedup;
 use crate::clock::Clock;
@@ -36,10 +38,79 @@ pub struct Core {
     pub dedup: Arc<Dedup>,
     /// One permit a byte of [`BODIES_HELD`].
     pub bodies: Arc<Semaphore>,
-    /// Calls that have no row yet: not before it is zero is the record complete.
-    pub open_calls: Arc<AtomicUsize>,
+    pub open_calls: Arc<OpenCalls>,
     mode: AtomicU8,
     world: RwLock<Arc<World>>,
+}
+
+/// How far the end of the program has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    #[default]
+    Serving,
+    /// Nobody is let in any more; calls in flight may finish.
+    Draining,
+    /// Connections are closed: what ends from here on has been stopped.
+    Cutting,
+    /// Shared calls end too, whoever still waits for them.
+    Over,
+}
+
+/// How often it is looked whether a call is still open: nothing but the end of the program waits
+/// for that.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// The calls that have no row yet, and whether they may go on.
+#[derive(Default)]
+pub struct OpenCalls {
+    count: AtomicUsize,
+    phase: watch::Sender<Phase>,
+}
+
+impl OpenCalls {
+    pub fn began(&self) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The call's row has been handed over.
+    pub fn ended(&self) {
+        self.count.fetch_sub(1, Ordering::Release);
+    }
+
+    pub fn count(&self) -> usize {
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// Waits until every call has handed its row over: not before is the record complete.
+    pub async fn none_left(&self) {
+        while self.count() > 0 {
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    pub fn phase(&self) -> Phase {
+        *self.phase.borrow()
+    }
+
+    pub fn enter(&self, phase: Phase) {
+        self.phase.send_replace(phase);
+    }
+
+    /// Waits until the end of the program has come as far as `phase`.
+    pub async fn reached(&self, phase: Phase) {
+        let mut phases = self.phase.subscribe();
+        // The sender lives as long as `self`.
+        let _ = phases.wait_for(|reached| *reached >= phase).await;
+    }
+
+    /// Does `work`, and drops it unfinished in [`Phase::Over`].
+    pub async fn unless_over(self: Arc<Self>, work: impl Future<Output = ()>) {
+        tokio::select! {
+            biased;
+            () = work => {}
+            () = self.reached(Phase::Over) => {}
+        }
+    }
 }
 
 /// The settings in force and the providers they make: swapped as a whole, so that a call sees

@@ -30,6 +30,9 @@ const SERVICE: &str = "traygate";
 /// For reading, which a program does unasked.
 const READ_LIMIT: Duration = Duration::from_secs(5);
 
+/// Between two looks for a key that is missed.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
 /// For changes, which a person has just asked for and may have to type a password to allow.
 const CHANGE_LIMIT: Duration = Duration::from_secs(60);
 
@@ -99,7 +102,9 @@ impl KeyError {
     fn no_store(reason: &str) -> Self {
         if reason.contains("ServiceUnknown") {
             Self::NoService
-        } else if reason.contains("Failed to connect to address") {
+        } else if reason.contains("Failed to connect to address")
+            || reason.contains("no secret service provider or dbus session")
+        {
             Self::NoBus
         } else {
             Self::Failed(reason.to_owned())
@@ -401,6 +406,24 @@ impl Keys {
         KEYRING.begin(move || ended.with(load(&*read, wanted.into_keys())));
     }
 
+    /// Begins to read them anew where a key is missed: it may have been stored since. Not more
+    /// than once a second, and not from a keyring that had something to say against it, which may
+    /// be asking its owner for a password each time.
+    pub fn look_again(&self) {
+        let wanted = {
+            let held = self.held.borrow();
+            let is_due = Clock::Boot.now() - held.since >= LOOK_AGAIN;
+            if held.loading > 0 || held.problem.is_some() || !is_due {
+                return;
+            }
+            held.wanted.clone()
+        };
+        // Nothing was asked for: the keys were handed in, and no keyring is theirs.
+        if !wanted.is_empty() {
+            self.reload(wanted.into_iter().collect());
+        }
+    }
+
     /// The key of a provider, for the origin it was last loaded with. No I/O.
     pub fn get(&self, provider: &str) -> Option<Arc<StoredKey>> {
         self.held.borrow().keys.get(provider).cloned()
@@ -558,8 +581,12 @@ mod tests {
 
     #[test]
     fn the_libraries_words_become_sentences() {
-        let no_bus = "Platform failure: zbus error: Failed to connect to address `unix:path=/x`";
-        assert_eq!(KeyError::no_store(no_bus), KeyError::NoBus);
+        for no_bus in [
+            "Platform failure: zbus error: Failed to connect to address `unix:path=/x`",
+            "Platform failure: no secret service provider or dbus session found",
+        ] {
+            assert_eq!(KeyError::no_store(no_bus), KeyError::NoBus);
+        }
         let no_service =
             "Platform failure: zbus error: org.freedesktop.DBus.Error.ServiceUnknown: …";
         assert_eq!(KeyError::no_store(no_service), KeyError::NoService);
@@ -647,6 +674,49 @@ mod tests {
             "could not be read anew"
         );
         assert_eq!(keys.problem(), Some(KeyError::Locked.to_string()));
+    }
+
+    #[tokio::test]
+    async fn a_missed_key_is_looked_for_again_but_not_all_the_time() {
+        let reads = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let count = Arc::clone(&reads);
+        let mut keys = Keys::reading(Arc::new(move |name: &str| {
+            let looks = count.fetch_add(1, Ordering::SeqCst) / 2;
+            Ok((looks > 0 && name == "openai").then(|| stored(ORIGIN, "sk-new")))
+        }));
+        let ready = Duration::from_secs(30);
+        keys.reload(names(&[("openai", ORIGIN)]));
+        keys.ready(ready).await;
+        assert!(keys.get("openai").is_none());
+        keys.look_again();
+        keys.ready(ready).await;
+        assert_eq!(reads.load(Ordering::SeqCst), 2, "too soon");
+        let long_ago = |keys: &Keys| keys.held.send_modify(|held| held.since = Moment::default());
+        long_ago(&keys);
+        keys.look_again();
+        keys.ready(ready).await;
+        assert_eq!(keys.get("openai").unwrap().expose(), "sk-new");
+
+        // A locked one would ask its owner again and again.
+        keys.read = Arc::new(|_: &str| Err(KeyError::Locked));
+        long_ago(&keys);
+        keys.look_again();
+        keys.ready(ready).await;
+        keys.read = Arc::new(|_: &str| panic!("it was asked again"));
+        long_ago(&keys);
+        keys.look_again();
+        keys.ready(ready).await;
+        assert_eq!(keys.problem(), Some(KeyError::Locked.to_string()));
+    }
+
+    #[tokio::test]
+    async fn keys_that_were_handed_in_are_never_looked_for() {
+        let mut keys = Keys::holding([(Arc::from("openai"), ORIGIN.to_owned(), "sk-1".into())]);
+        keys.read = Arc::new(|_: &str| panic!("the keyring was asked"));
+        keys.look_again();
+        keys.ready(Duration::from_secs(30)).await;
+        assert_eq!(keys.problem(), None);
+        assert_eq!(keys.get("openai").unwrap().expose(), "sk-1");
     }
 
     #[tokio::test]

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,13 +12,12 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use crate::call::accept::Connection;
 use crate::call::{self};
-use crate::core::Core;
+use crate::core::{Core, Phase};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 1024;
@@ -72,15 +72,9 @@ impl Listeners {
         SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))
     }
 
-    /// Serves until `stop` changes, then lets calls in flight finish.
-    ///
-    /// Returns how many connections were still busy after `drain`.
-    pub async fn serve(
-        self,
-        core: Arc<Core>,
-        mut stop: watch::Receiver<bool>,
-        drain: Duration,
-    ) -> usize {
+    /// Serves until [`Phase::Draining`], then lets calls in flight finish, and closes what is left
+    /// in [`Phase::Cutting`].
+    pub async fn serve(self, core: Arc<Core>) {
         let graceful = GracefulShutdown::new();
         let mut accepting = JoinSet::new();
         let (connections, mut accepted) = tokio::sync::mpsc::channel(64);
@@ -103,39 +97,48 @@ impl Listeners {
             });
         }
         let mut open = JoinSet::new();
+        let calls = core.open_calls.clone();
+        let mut draining = pin!(calls.reached(Phase::Draining));
         loop {
             tokio::select! {
                 Some(stream) = accepted.recv() => {
                     serve_connection(&core, stream, &graceful, &mut open);
                 }
                 Some(_) = open.join_next(), if !open.is_empty() => {}
-                _ = stop.changed() => break,
+                () = &mut draining => break,
             }
         }
         accepting.abort_all();
         while accepting.join_next().await.is_some() {}
-        if tokio::time::timeout(drain, graceful.shutdown())
-            .await
-            .is_err()
-        {
-            let busy = open.len();
-            open.abort_all();
-            while open.join_next().await.is_some() {}
-            return busy;
+        // Their requests may be on the way already.
+        while let Ok(stream) = accepted.try_recv() {
+            serve_connection(&core, stream, &graceful, &mut open);
         }
-        0
+        tokio::select! {
+            () = graceful.shutdown() => {}
+            () = calls.reached(Phase::Cutting) => {}
+        }
+        open.shutdown().await;
     }
 }
 
 fn bind_all(port: u16, beyond: &[IpAddr]) -> Result<Listeners, ListenError> {
-    let first = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
+    // All addresses of a family are one socket, which the system gives to nobody who has one of
+    // them already.
+    let widest = |loopback: IpAddr, all: IpAddr| match beyond.contains(&all) {
+        true => all,
+        false => loopback,
+    };
+    let v4 = widest(Ipv4Addr::LOCALHOST.into(), Ipv4Addr::UNSPECIFIED.into());
+    let v6 = widest(Ipv6Addr::LOCALHOST.into(), Ipv6Addr::UNSPECIFIED.into());
+    let first = bind(SocketAddr::from((v4, port)))?;
     let port = first.local_addr().map_or(port, |address| address.port());
     let mut listeners = Listeners {
         sockets: vec![first],
         port,
         warnings: Vec::new(),
     };
-    match bind(SocketAddr::from((Ipv6Addr::LOCALHOST, port))) {
+    match bind(SocketAddr::from((v6, port))) {
         Ok(socket) => listeners.sockets.push(socket),
         Err(ListenError::Refused { source, .. }) if has_no_ipv6(&source) => {
             listeners.warnings.push(format!(
@@ -144,7 +147,11 @@ fn bind_all(port: u16, beyond: &[IpAddr]) -> Result<Listeners, ListenError> {
         }
         Err(error) => return Err(error),
     }
-    for ip in beyond {
+    let covered = |ip: &IpAddr| {
+        let of_family = if ip.is_ipv4() { v4 } else { v6 };
+        of_family.is_unspecified()
+    };
+    for ip in beyond.iter().filter(|ip| !covered(ip)) {
         listeners.sockets.push(bind(SocketAddr::from((*ip, port)))?);
     }
     Ok(listeners)

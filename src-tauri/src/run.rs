@@ -1,17 +1,16 @@
 //! Starts the core and its listeners, and stops them again.
 
+use std::future::{Future, pending};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tracing::warn;
 
 use crate::clock::Clock;
-use crate::core::Core;
+use crate::core::{Core, Phase};
 use crate::keys::Keys;
 use crate::listen::{ListenError, Listeners};
 use crate::provider::demo::Demo;
@@ -20,15 +19,14 @@ use crate::store::{Store, StoreError};
 
 /// How long the end waits for the rows of calls that were cut.
 const LAST_ROWS: Duration = Duration::from_secs(3);
-const LAST_ROWS_LOOK: Duration = Duration::from_millis(5);
 
 /// What a start needs.
 pub struct Options {
     pub settings: Settings,
     pub data_dir: PathBuf,
     pub clock: Clock,
-    /// Read keys from the OS keyring.
-    pub use_keyring: bool,
+    /// These keys; `None` reads those of the OS keyring.
+    pub keys: Option<Keys>,
 }
 
 /// Why Traygate does not start.
@@ -42,13 +40,13 @@ pub enum StartError {
     Demo(std::io::Error),
 }
 
-/// A running Traygate.
+/// A running Traygate. Dropping it ends it at once.
 pub struct Running {
     core: Arc<Core>,
     address: SocketAddr,
     warnings: Vec<String>,
-    stop: watch::Sender<bool>,
-    serving: JoinHandle<usize>,
+    drain: Duration,
+    serving: JoinHandle<()>,
     _demo: Demo,
 }
 
@@ -63,25 +61,23 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     let listeners = Listeners::bind(settings.server.port, &settings.server.host)?;
     let demo = Demo::start().await.map_err(StartError::Demo)?;
     point_at_demo(&mut settings, demo.addr());
-    let keys = if options.use_keyring {
-        Keys::start_loading(wanted_keys(&settings))
-    } else {
-        Keys::empty()
+    let keys = match options.keys {
+        Some(keys) => keys,
+        None => Keys::start_loading(wanted_keys(&settings)),
     };
     let drain = settings.server.drain;
     let core = Arc::new(Core::new(settings, store, keys, options.clock));
-    let (stop, stopped) = watch::channel(false);
     let address = listeners.address();
     let warnings = listeners.warnings.clone();
     for warning in &warnings {
         warn!("{warning}");
     }
-    let serving = tokio::spawn(listeners.serve(core.clone(), stopped, drain));
+    let serving = tokio::spawn(listeners.serve(core.clone()));
     Ok(Running {
         core,
         address,
         warnings,
-        stop,
+        drain,
         serving,
         _demo: demo,
     })
@@ -123,20 +119,40 @@ impl Running {
     }
 
     /// Stops accepting, lets calls in flight finish for `drain_secs`, and writes every row.
-    /// Returns how many connections had to be cut.
+    /// Returns how many calls had to be cut.
     pub async fn shut_down(self) -> usize {
-        let _ = self.stop.send(true);
-        let cut = self.serving.await.unwrap_or(0);
-        // Calls whose clients have just been cut end by themselves, at the latest when they have
-        // lingered for a retry; their rows are part of the record.
-        let rows_written = async {
-            while self.core.open_calls.load(Ordering::Acquire) > 0 {
-                tokio::time::sleep(LAST_ROWS_LOOK).await;
-            }
+        self.shut_down_or(pending()).await
+    }
+
+    /// The same, and cuts what still runs once `hurry` is ready.
+    pub async fn shut_down_or(mut self, hurry: impl Future<Output = ()>) -> usize {
+        let calls = self.core.open_calls.clone();
+        calls.enter(Phase::Draining);
+        let all_done = async {
+            let _ = (&mut self.serving).await;
+            calls.none_left().await;
         };
-        let _ = tokio::time::timeout(LAST_ROWS, rows_written).await;
+        tokio::select! {
+            () = all_done => {}
+            () = tokio::time::sleep(self.drain) => {}
+            () = hurry => {}
+        }
+        let cut = calls.count();
+        // Clients first: what shared calls say of their own end is not for them.
+        calls.enter(Phase::Cutting);
+        if !self.serving.is_finished() {
+            let _ = (&mut self.serving).await;
+        }
+        calls.enter(Phase::Over);
+        let _ = tokio::time::timeout(LAST_ROWS, calls.none_left()).await;
         let store = self.core.store.clone();
         let _ = tokio::task::spawn_blocking(move || store.close()).await;
         cut
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.core.open_calls.enter(Phase::Over);
     }
 }

@@ -15,6 +15,7 @@ use url::{Host, Url};
 
 use super::error::CallError;
 use crate::core::{Core, Mode, World};
+use crate::keys::ACCESS_TOKEN;
 
 /// Names under which a container reaches its host.
 /// Source: Docker's and Podman's networking documentation.
@@ -39,13 +40,17 @@ pub struct Connection {
 ///
 /// # Errors
 /// [`CallError::HostForbidden`], [`CallError::OriginForbidden`].
-pub fn check_caller(world: &World, request: &Parts) -> Result<(), CallError> {
+pub fn check_caller(
+    world: &World,
+    connection: Connection,
+    request: &Parts,
+) -> Result<(), CallError> {
     let server = &world.settings.server;
     let host = match request.uri.authority() {
         Some(authority) => authority.as_str(),
         None => text(&request.headers, &HOST).unwrap_or_default(),
     };
-    if !may_be_called(host, &server.host, &server.allowed_hosts) {
+    if !may_be_called(host, connection.local, &server.allowed_hosts) {
         return Err(CallError::HostForbidden(host.chars().take(128).collect()));
     }
     match request.headers.get(ORIGIN) {
@@ -87,24 +92,26 @@ pub fn check_mode(core: &Core) -> Result<(), CallError> {
 ///
 /// # Errors
 /// [`CallError::AccessDenied`].
-pub fn check_token(
+pub async fn check_token(
     core: &Core,
     connection: Connection,
-    in_path: Option<&str>,
-    headers: &HeaderMap,
+    request: &Parts,
 ) -> Result<(), CallError> {
     if connection.local.to_canonical().is_loopback() {
         return Ok(());
     }
+    super::identify::key_is_read(&core.keys, ACCESS_TOKEN).await;
     let Some(token) = core.keys.access_token() else {
         return Err(CallError::AccessDenied);
     };
     // Hashed first, so that the time a comparison takes tells nothing of the token.
     let expected = Sha256::digest(token.expose());
     let matches = |candidate: &str| Sha256::digest(candidate) == expected;
+    let in_path = request.uri.path().strip_prefix("/t/");
+    let in_path = in_path.and_then(|rest| rest.split('/').next());
     let mut sent = in_path
         .into_iter()
-        .chain(super::identify::credentials(headers));
+        .chain(super::identify::credentials(&request.headers));
     if sent.any(matches) {
         Ok(())
     } else {
@@ -112,8 +119,9 @@ pub fn check_token(
     }
 }
 
-/// True if `host`, with or without a port, names this machine as a caller may name it.
-fn may_be_called(host: &str, bound: &[IpAddr], allowed: &[String]) -> bool {
+/// True if `host`, with or without a port, names this machine as a caller may name it. `local` is
+/// the address that was called: no name that leads elsewhere can stand for it.
+fn may_be_called(host: &str, local: IpAddr, allowed: &[String]) -> bool {
     let Some(name) = without_port(host) else {
         return false;
     };
@@ -122,7 +130,7 @@ fn may_be_called(host: &str, bound: &[IpAddr], allowed: &[String]) -> bool {
         .and_then(|name| name.strip_suffix(']'));
     if let Ok(ip) = bare.unwrap_or(name).parse::<IpAddr>() {
         let ip = ip.to_canonical();
-        return ip.is_loopback() || bound.contains(&ip) || is_allowed(name, allowed);
+        return ip.is_loopback() || ip == local.to_canonical() || is_allowed(name, allowed);
     }
     name.eq_ignore_ascii_case("localhost")
         || CONTAINER_HOSTS
@@ -222,7 +230,7 @@ mod tests {
 
     #[test]
     fn only_names_of_this_machine_may_be_called() {
-        let bound = ["172.17.0.1".parse().unwrap()];
+        let local = "172.17.0.1".parse().unwrap();
         let allowed = ["box.lan".to_owned()];
         let table = [
             ("127.0.0.1:7337", true),
@@ -249,7 +257,57 @@ mod tests {
             ("0.0.0.0:7337", false),
         ];
         for (host, served) in table {
-            assert_eq!(may_be_called(host, &bound, &allowed), served, "{host:?}");
+            assert_eq!(may_be_called(host, local, &allowed), served, "{host:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn off_loopback_and_only_there_the_token_is_asked_for() {
+        use crate::clock::Clock;
+        use crate::keys::Keys;
+        use crate::settings::{Overrides, Settings};
+        use crate::store::Store;
+
+        let core = |keys| {
+            let folder = tempfile::tempdir().unwrap();
+            let store = Store::open(folder.path(), Clock::Boot).unwrap();
+            let settings = Settings::parse("", &Overrides::default()).unwrap();
+            Core::new(settings, store, keys, Clock::Boot)
+        };
+        let token = (ACCESS_TOKEN.into(), String::new(), "the-token".into());
+        let (with_token, without) = (core(Keys::holding([token])), core(Keys::empty()));
+        let table = [
+            ("/v1/models", "authorization", "Bearer the-token", true),
+            ("/v1/models", "authorization", "the-token", true),
+            ("/v1/models", "x-api-key", "the-token", true),
+            ("/v1/models", "api-key", "the-token", true),
+            ("/t/the-token/v1/models", "x-api-key", "own", true),
+            ("/t/the-token", "accept", "*/*", true),
+            ("/v1/models", "authorization", "Bearer the-tokem", false),
+            ("/v1/models", "authorization", "Bearer the-token2", false),
+            ("/v1/models", "x-api-key", "", false),
+            ("/v1/models", "cookie", "the-token", false),
+            ("/t/the-token2/v1/models", "accept", "*/*", false),
+            ("/t//v1/models", "accept", "*/*", false),
+            ("/openai/t/the-token", "accept", "*/*", false),
+        ];
+        for (path, name, value, may) in table {
+            let request = http::Request::get(path).header(name, value).body(());
+            let (request, ()) = request.unwrap().into_parts();
+            for local in ["192.0.2.1", "2001:db8::1", "::ffff:192.0.2.1"] {
+                let local = local.parse().unwrap();
+                let called = Connection { local };
+                let checked = check_token(&with_token, called, &request).await;
+                assert_eq!(checked.is_ok(), may, "{path} {name}: {value}");
+                let checked = check_token(&without, called, &request).await;
+                assert_eq!(checked, Err(CallError::AccessDenied), "without a token");
+            }
+            for local in ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"] {
+                let local = local.parse().unwrap();
+                let called = Connection { local };
+                assert_eq!(check_token(&with_token, called, &request).await, Ok(()));
+                assert_eq!(check_token(&without, called, &request).await, Ok(()));
+            }
         }
     }
 

@@ -78,6 +78,8 @@ struct State {
     /// What Traygate answers instead, where no head came.
     failed: Option<CallError>,
     end: Option<(Ending, Account)>,
+    /// The newest chunk is the last one and waits for the end.
+    holding: bool,
     /// What is still kept; `chunks[0]` is chunk number `dropped`.
     chunks: VecDeque<Bytes>,
     dropped: usize,
@@ -89,8 +91,15 @@ struct State {
     joinable: bool,
     readers: Vec<Option<ReaderState>>,
     live: usize,
-    /// The leader's client hung up before the end.
-    leader_left: bool,
+    /// The last listener left after the request had gone upstream and before any content came:
+    /// a client's own retry may still rejoin.
+    lingers: bool,
+    /// The answer has said all it had to say in so many chunks, though its end has not been seen.
+    all_said: Option<usize>,
+    /// The leader's client hung up, or was cut, before the end. How many chunks it had by then.
+    leader_left: Option<usize>,
+    /// The leader was cut because it read too slowly.
+    leader_fell_behind: bool,
     /// The writer waits for the fastest reader.
     full: bool,
     writer: Option<Waker>,
@@ -114,6 +123,7 @@ impl Answer {
                 head: None,
                 failed: None,
                 end: None,
+                holding: false,
                 chunks: VecDeque::new(),
                 dropped: 0,
                 kept_bytes: 0,
@@ -125,7 +135,10 @@ impl Answer {
                     ..ReaderState::default()
                 })],
                 live: 1,
-                leader_left: false,
+                lingers: false,
+                all_said: None,
+                leader_left: None,
+                leader_fell_behind: false,
                 full: false,
                 writer: None,
             }),
@@ -217,9 +230,12 @@ impl Writer {
         state.wake_readers();
     }
 
-    /// Puts the last chunk down: [`Writer::finish`] hands it on together with the end.
+    /// Puts the last chunk down: [`Writer::finish`] hands it on together with the end, so that
+    /// whoever has the whole answer finds everything else done.
     pub fn hold(&self, chunk: Bytes) {
-        self.0.lock().push(chunk);
+        let mut state = self.0.lock();
+        state.push(chunk);
+        state.holding = true;
     }
 
     /// The answer's first content has come: leaving no longer lingers.
@@ -248,36 +264,54 @@ impl Writer {
         self.0.lock().head.is_some()
     }
 
-    /// Every byte the head promised has come, whether or not the end has been seen.
-    pub fn has_all(&self) -> bool {
-        let state = self.0.lock();
-        state
-            .head
-            .as_ref()
-            .is_some_and(|head| head.length == Some(state.total))
+    /// The answer's own last event has come: clients may hang up without waiting for the end of
+    /// the connection.
+    pub fn all_said(&self) {
+        let mut state = self.0.lock();
+        state.all_said = Some(state.count());
     }
 
-    /// The leader's client hung up before the end.
-    pub fn leader_left(&self) -> bool {
-        self.0.lock().leader_left
+    /// All there is to read has come, whether or not the end has been seen.
+    pub fn has_all(&self) -> bool {
+        let state = self.0.lock();
+        state.all_said.is_some() || state.promised(state.total)
+    }
+
+    /// What became of the leader's client, where that is not what became of the call: it hung up
+    /// or was cut before the end.
+    pub fn leader_left(&self) -> Option<Account> {
+        let state = self.0.lock();
+        let leader = state.readers.iter().flatten().find(|it| it.is_leader);
+        if leader.map_or(state.leader_fell_behind, |leader| state.fell_behind(leader)) {
+            return Some(fell_behind());
+        }
+        let chunks = state.leader_left?;
+        if state.all_said.is_some_and(|all| chunks >= all) {
+            None
+        } else {
+            Some(Account {
+                outcome: Outcome::ClientLeft,
+                error: None,
+            })
+        }
     }
 
     /// Head and body in one piece, if they are all there and not larger than `limit` bytes.
     pub fn whole(&self, limit: usize) -> Option<(Arc<Head>, Bytes)> {
-        let state = self.0.lock();
-        let head = state.head.clone()?;
-        let size = usize::try_from(state.kept_bytes)
-            .ok()
-            .filter(|size| *size <= limit)?;
-        if state.dropped > 0 {
-            return None;
-        }
-        // A chunk may be a slice of a larger read buffer, which a kept answer must not pin: copy.
+        let (head, size, chunks) = {
+            let state = self.0.lock();
+            let size = usize::try_from(state.kept_bytes).ok()?;
+            if state.dropped > 0 || size > limit {
+                return None;
+            }
+            (state.head.clone()?, size, state.chunks.clone())
+        };
+        // A chunk may be a slice of a larger read buffer, which a kept answer must not pin: copy,
+        // with no reader held up meanwhile.
         let mut body = Vec::with_capacity(size);
-        state
-            .chunks
-            .iter()
-            .for_each(|chunk| body.extend_from_slice(chunk));
+        for chunk in &chunks {
+            body.extend_from_slice(chunk);
+        }
         Some((head, Bytes::from(body)))
     }
 
@@ -291,7 +325,8 @@ impl Writer {
             state.writer_waits(cx);
             return Poll::Pending;
         }
-        if state.stage == Stage::Sent && !linger.span.is_zero() {
+        // Content that comes to nobody changes nothing: the retry is given all of it.
+        if state.lingers && !linger.span.is_zero() {
             state.writer_waits(cx);
             // Polled under the lock, so that nobody joins between its end and the cancellation;
             // a timer never calls back into this lock.
@@ -401,6 +436,7 @@ impl State {
 
     fn close(&mut self) {
         self.joinable = false;
+        self.holding = false;
         self.writer = None;
         self.wake_readers();
     }
@@ -414,17 +450,44 @@ impl State {
         }
     }
 
+    /// Chunks that have come.
+    fn count(&self) -> usize {
+        self.dropped + self.chunks.len()
+    }
+
+    /// The head promised just so many bytes.
+    fn promised(&self, bytes: u64) -> bool {
+        let head = self.head.as_ref();
+        head.is_some_and(|head| head.length == Some(bytes))
+    }
+
     fn has_read_all(&self, reader: &ReaderState) -> bool {
         match &self.end {
-            Some((ending, _)) => {
-                *ending == Ending::Whole && reader.next == self.dropped + self.chunks.len()
+            Some((ending, _)) => *ending == Ending::Whole && reader.next == self.count(),
+            // A client that has every promised byte, or the last event, hangs up without waiting
+            // for the end.
+            None => {
+                self.promised(reader.read) || self.all_said.is_some_and(|all| reader.next >= all)
             }
-            // A client that has every promised byte hangs up without waiting for the end.
-            None => self
-                .head
-                .as_ref()
-                .is_some_and(|head| head.length == Some(reader.read)),
         }
+    }
+
+    /// What it would read next is gone.
+    fn fell_behind(&self, reader: &ReaderState) -> bool {
+        reader.next < self.dropped
+    }
+}
+
+fn fell_behind() -> Account {
+    let limit = KEPT_FOR_JOINERS >> 20;
+    Account {
+        outcome: Outcome::BrokenStream,
+        error: Some(
+            format!(
+                "the client read so slowly that it fell {limit} MB behind the answer, and was cut"
+            )
+            .into(),
+        ),
     }
 }
 
@@ -476,7 +539,9 @@ impl Reader {
             Some(reader) if reader.next >= state.dropped => reader.next - state.dropped,
             _ => return Poll::Ready(Next::Cut),
         };
-        let Some(chunk) = state.chunks.get(position).cloned() else {
+        let is_held = state.holding && position + 1 == state.chunks.len();
+        let chunk = state.chunks.get(position).filter(|_| !is_held).cloned();
+        let Some(chunk) = chunk else {
             return match &state.end {
                 Some((Ending::Whole, _)) => Poll::Ready(Next::End),
                 Some((Ending::Broken, _)) => Poll::Ready(Next::Cut),
@@ -507,26 +572,37 @@ impl Reader {
         }
     }
 
-    /// What became of the call, once its end is known.
+    /// What became of the call as far as this reader followed it; `None` if it goes on, or this
+    /// reader leaves before it has been given all there is.
     pub fn account(&self) -> Option<Account> {
-        self.answer
-            .lock()
-            .end
-            .as_ref()
-            .map(|(_, account)| account.clone())
+        let state = self.answer.lock();
+        let reader = state.readers[self.place].as_ref()?;
+        if state.fell_behind(reader) {
+            return Some(fell_behind());
+        }
+        match &state.end {
+            Some((_, account)) if reader.next == state.count() => Some(account.clone()),
+            None if state.has_read_all(reader) => {
+                let status = state.head.as_ref()?.status;
+                Some(if status.as_u16() < 400 {
+                    Account {
+                        outcome: Outcome::Completed,
+                        error: None,
+                    }
+                } else {
+                    Account {
+                        outcome: Outcome::UpstreamError,
+                        error: Some(format!("status {}", status.as_u16()).into()),
+                    }
+                })
+            }
+            _ => None,
+        }
     }
 
     /// When the answer's first content came.
     pub fn content_at(&self) -> Option<Moment> {
         self.answer.lock().content_at
-    }
-
-    /// True if this reader has been given all there is.
-    pub fn has_read_all(&self) -> bool {
-        let state = self.answer.lock();
-        state.readers[self.place]
-            .as_ref()
-            .is_some_and(|reader| state.has_read_all(reader))
     }
 }
 
@@ -545,13 +621,428 @@ impl Drop for Reader {
             return;
         };
         state.live -= 1;
+        state.lingers = state.stage == Stage::Sent;
+        if reader.is_leader {
+            state.leader_fell_behind = state.fell_behind(&reader);
+        }
         if state.has_read_all(&reader) {
             self.answer.0.received.store(true, Ordering::Release);
         } else if reader.is_leader && state.end.is_none() && state.failed.is_none() {
-            state.leader_left = true;
+            state.leader_left = Some(reader.next);
         }
         state.drop_read();
         // It may wait for the fastest reader, or for the last one to leave.
         state.writer.take().into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Wake;
+
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::clock::Clock;
+
+    const LINGER: Duration = Duration::from_secs(2);
+    const MB: usize = 1 << 20;
+
+    fn head(length: Option<u64>) -> Head {
+        Head {
+            status: StatusCode::OK,
+            headers: HeaderMap::new(),
+            length,
+        }
+    }
+
+    fn account(outcome: Outcome) -> Account {
+        Account {
+            outcome,
+            error: None,
+        }
+    }
+
+    /// An answer whose request has gone upstream.
+    fn sent() -> (Writer, Reader) {
+        let (writer, reader) = Answer::begin(true);
+        assert!(writer.sending());
+        (writer, reader)
+    }
+
+    async fn left(writer: &Writer, linger: &mut Linger) {
+        poll_fn(|cx| writer.poll_left(cx, linger)).await;
+    }
+
+    /// How long the writer goes on from now.
+    async fn lasts(writer: &Writer) -> Duration {
+        let began = Clock::Tokio.now();
+        left(writer, &mut Linger::new(LINGER)).await;
+        Clock::Tokio.now().since(began)
+    }
+
+    fn poll_next(reader: &Reader) -> Poll<Next> {
+        reader.poll_next(&mut Context::from_waker(Waker::noop()))
+    }
+
+    fn has_room(writer: &Writer) -> bool {
+        poll_fn(|cx| writer.poll_room(cx)).now_or_never().is_some()
+    }
+
+    /// Reads what is there.
+    fn drain(reader: &Reader) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        while let Poll::Ready(Next::Chunk(chunk)) = poll_next(reader) {
+            bytes.extend_from_slice(&chunk);
+        }
+        bytes
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lingers_only_between_sending_and_content() {
+        // In the queue.
+        let (writer, reader) = Answer::begin(true);
+        drop(reader);
+        assert_eq!(lasts(&writer).await, Duration::ZERO);
+        assert!(!writer.sending(), "nobody is left to send it for");
+
+        // Sent, and no content yet.
+        let (writer, reader) = sent();
+        drop(reader);
+        assert_eq!(lasts(&writer).await.as_secs(), 2);
+        assert!(writer.answer().join().is_none(), "it is being cancelled");
+
+        // Content flows.
+        let (writer, reader) = sent();
+        writer.content(Clock::Tokio.now());
+        drop(reader);
+        assert_eq!(lasts(&writer).await, Duration::ZERO);
+
+        // Content that comes while it lingers changes nothing.
+        let (writer, reader) = sent();
+        drop(reader);
+        writer.append(Bytes::from_static(b"x"));
+        writer.content(Clock::Tokio.now());
+        assert_eq!(lasts(&writer).await.as_secs(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_rejoin_stops_the_time_and_the_next_leaving_begins_it_anew() {
+        let (writer, reader) = sent();
+        let answer = writer.answer().clone();
+        let mut linger = Linger::new(LINGER);
+        drop(reader);
+        let span = Duration::from_millis(1900);
+        assert!(
+            tokio::time::timeout(span, left(&writer, &mut linger))
+                .await
+                .is_err()
+        );
+        let again = answer.join().expect("it lingers");
+        let long = Duration::from_secs(60);
+        assert!(
+            tokio::time::timeout(long, left(&writer, &mut linger))
+                .await
+                .is_err()
+        );
+        drop(again);
+        assert!(
+            tokio::time::timeout(span, left(&writer, &mut linger))
+                .await
+                .is_err()
+        );
+        left(&writer, &mut linger).await;
+        assert!(answer.join().is_none());
+    }
+
+    /// The last to leave decides, not the first.
+    #[tokio::test(start_paused = true)]
+    async fn who_stays_until_content_ends_the_lingering() {
+        let (writer, reader) = sent();
+        let follower = writer.answer().join().expect("joined");
+        drop(reader);
+        writer.content(Clock::Tokio.now());
+        drop(follower);
+        assert_eq!(lasts(&writer).await, Duration::ZERO);
+    }
+
+    #[test]
+    fn whoever_joins_begins_at_the_first_byte() {
+        let (writer, reader) = sent();
+        writer.prepare_head(head(None));
+        for n in 0..3 {
+            let chunk = Bytes::from(n.to_string());
+            writer.append(chunk);
+            drain(&reader);
+        }
+        let late = writer.answer().join().expect("joined");
+        assert_eq!(drain(&late), b"012");
+        writer.append(Bytes::from_static(b"3"));
+        writer.finish(Ending::Whole, account(Outcome::Completed));
+        for reader in [&reader, &late] {
+            assert_eq!(drain(reader), b"3");
+            assert!(matches!(poll_next(reader), Poll::Ready(Next::End)));
+        }
+        assert!(writer.answer().join().is_none());
+    }
+
+    #[test]
+    fn the_upstream_is_at_most_1_mb_ahead_of_the_fastest_reader() {
+        struct Woken(AtomicBool);
+        impl Wake for Woken {
+            fn wake(self: Arc<Self>) {
+                self.0.store(true, Ordering::SeqCst);
+            }
+        }
+        let (writer, fast) = sent();
+        let slow = writer.answer().join().expect("joined");
+        writer.append(Bytes::from(vec![0; MB - 1]));
+        assert!(has_room(&writer));
+        writer.append(Bytes::from_static(b"x"));
+        let woken = Arc::new(Woken(AtomicBool::new(false)));
+        let waker = Waker::from(woken.clone());
+        assert!(
+            writer
+                .poll_room(&mut Context::from_waker(&waker))
+                .is_pending()
+        );
+        assert!(!woken.0.load(Ordering::SeqCst));
+        assert!(matches!(poll_next(&fast), Poll::Ready(Next::Chunk(_))));
+        assert!(woken.0.load(Ordering::SeqCst), "the writer is told");
+        assert!(has_room(&writer), "whatever the slow one does");
+        // The slow one is the fastest once the other has left.
+        drop(fast);
+        assert!(!has_room(&writer));
+        drop(slow);
+        assert!(has_room(&writer), "nobody to wait for");
+    }
+
+    #[test]
+    fn past_16_mb_nobody_joins_and_who_is_behind_is_cut() {
+        let (writer, fast) = sent();
+        let slow = writer.answer().join().expect("joined");
+        let left_early = writer.answer().join().expect("joined");
+        drop(left_early);
+        for _ in 0..16 {
+            writer.append(Bytes::from(vec![0; MB]));
+            drain(&fast);
+        }
+        assert!(writer.answer().join().is_some(), "16 MB are fine");
+        writer.append(Bytes::from_static(b"x"));
+        assert!(writer.answer().join().is_none());
+        assert!(matches!(poll_next(&slow), Poll::Ready(Next::Cut)));
+        assert_eq!(drain(&fast), b"x");
+        // What nobody needs is let go of.
+        drop(slow);
+        assert_eq!(writer.answer().lock().kept_bytes, 0);
+        assert!(writer.whole(usize::MAX).is_none(), "its head is gone");
+    }
+
+    #[test]
+    fn who_was_cut_for_being_slow_is_on_record_so() {
+        for ended in [false, true] {
+            let (writer, slow) = sent();
+            let fast = writer.answer().join().expect("joined");
+            let slow_follower = writer.answer().join().expect("joined");
+            writer.prepare_head(head(None));
+            for _ in 0..17 {
+                writer.append(Bytes::from(vec![0; MB]));
+                drain(&fast);
+            }
+            if ended {
+                writer.finish(Ending::Whole, account(Outcome::Completed));
+            }
+            let told = slow_follower.account().expect("known");
+            assert_eq!(told.outcome, Outcome::BrokenStream);
+            // Before it has been told, and after.
+            let told = || writer.leader_left().expect("known").outcome;
+            assert_eq!(told(), Outcome::BrokenStream);
+            drop(slow);
+            assert_eq!(told(), Outcome::BrokenStream);
+        }
+    }
+
+    #[test]
+    fn a_call_that_is_nobody_elses_keeps_nothing() {
+        let (writer, reader) = Answer::begin(false);
+        assert!(writer.answer().join().is_none());
+        assert!(writer.sending());
+        writer.append(Bytes::from(vec![0; MB]));
+        drain(&reader);
+        assert_eq!(writer.answer().lock().kept_bytes, 0);
+    }
+
+    #[test]
+    fn the_last_chunk_and_the_end_come_together() {
+        let (writer, reader) = sent();
+        writer.prepare_head(head(Some(2)));
+        writer.append(Bytes::from_static(b"1"));
+        writer.hold(Bytes::from_static(b"2"));
+        assert_eq!(drain(&reader), b"1");
+        assert!(poll_next(&reader).is_pending());
+        let (_, whole) = writer.whole(2).expect("all there");
+        assert_eq!(whole, "12");
+        assert!(writer.whole(1).is_none(), "larger than it may be");
+        writer.finish(Ending::Whole, account(Outcome::Completed));
+        assert_eq!(drain(&reader), b"2");
+        assert!(matches!(poll_next(&reader), Poll::Ready(Next::End)));
+    }
+
+    /// `received` is what keeps an answer from being given to a retry.
+    #[test]
+    fn received_is_who_had_all_of_it() {
+        let received = |act: &dyn Fn(&Writer, &Reader)| {
+            let (writer, reader) = sent();
+            writer.prepare_head(head(Some(3)));
+            writer.append(Bytes::from_static(b"ab"));
+            act(&writer, &reader);
+            drop(reader);
+            writer.received().load(Ordering::SeqCst)
+        };
+        let end = |writer: &Writer, ending| {
+            writer.append(Bytes::from_static(b"c"));
+            writer.finish(ending, account(Outcome::Completed));
+        };
+        assert!(!received(&|_, reader| drop(drain(reader))));
+        assert!(!received(&|writer, _| end(writer, Ending::Whole)));
+        assert!(received(&|writer, reader| {
+            end(writer, Ending::Whole);
+            drain(reader);
+        }));
+        assert!(!received(&|writer, reader| {
+            end(writer, Ending::Broken);
+            drain(reader);
+        }));
+        // All promised bytes, and not yet the end.
+        assert!(received(&|writer, reader| {
+            writer.append(Bytes::from_static(b"c"));
+            drain(reader);
+        }));
+        // The last event, and not yet the end.
+        assert!(received(&|writer, reader| {
+            writer.all_said();
+            drain(reader);
+        }));
+        assert!(!received(&|writer, _| writer.all_said()));
+    }
+
+    #[test]
+    fn what_a_reader_knows_of_the_calls_end() {
+        let told = |status: u16, act: &dyn Fn(&Writer, &Reader)| {
+            let (writer, reader) = sent();
+            let mut head = head(Some(1));
+            head.status = StatusCode::from_u16(status).expect("a status");
+            writer.prepare_head(head);
+            act(&writer, &reader);
+            reader.account().map(|account| account.outcome)
+        };
+        let chunk = Bytes::from_static(b"x");
+        let read = |writer: &Writer, reader: &Reader| {
+            writer.append(chunk.clone());
+            drain(reader);
+        };
+        assert_eq!(told(200, &|_, _| {}), None);
+        assert_eq!(told(200, &|writer, _| writer.append(chunk.clone())), None);
+        // It hangs up with every promised byte, before the end has been seen.
+        assert_eq!(told(200, &read), Some(Outcome::Completed));
+        assert_eq!(told(500, &read), Some(Outcome::UpstreamError));
+        let ended = |ending, outcome| {
+            move |writer: &Writer, reader: &Reader| {
+                read(writer, reader);
+                writer.finish(ending, account(outcome));
+            }
+        };
+        for outcome in [Outcome::Completed, Outcome::UpstreamError] {
+            assert_eq!(told(200, &ended(Ending::Whole, outcome)), Some(outcome));
+        }
+        let broken = ended(Ending::Broken, Outcome::BrokenStream);
+        assert_eq!(told(200, &broken), Some(Outcome::BrokenStream));
+        // One that did not read so far does not know it: its client left.
+        let unread = |writer: &Writer, _: &Reader| {
+            writer.append(chunk.clone());
+            writer.finish(Ending::Whole, account(Outcome::Completed));
+        };
+        assert_eq!(told(200, &unread), None);
+    }
+
+    #[test]
+    fn a_leader_who_has_it_all_has_not_left() {
+        let left = |act: &dyn Fn(&Writer, &Reader)| {
+            let (writer, reader) = sent();
+            writer.prepare_head(head(None));
+            act(&writer, &reader);
+            drop(reader);
+            let left = writer.leader_left();
+            // It is looked up again when the last event turns out to have been in what it had.
+            writer.all_said();
+            (left.is_some(), writer.leader_left().is_some())
+        };
+        let chunk = Bytes::from_static(b"x");
+        assert_eq!(
+            left(&|writer, _| writer.append(chunk.clone())),
+            (true, true)
+        );
+        assert_eq!(
+            left(&|writer, reader| {
+                writer.append(chunk.clone());
+                drain(reader);
+            }),
+            (true, false)
+        );
+        assert_eq!(
+            left(&|writer, _| writer.finish(Ending::Whole, account(Outcome::Completed))),
+            (false, false)
+        );
+        assert_eq!(
+            left(&|writer, _| writer.fail(CallError::Internal)),
+            (false, false)
+        );
+    }
+
+    #[tokio::test]
+    async fn a_writer_that_is_dropped_fails_the_call_for_all() {
+        let (writer, reader) = sent();
+        let follower = writer.answer().join().expect("joined");
+        drop(writer);
+        for reader in [&reader, &follower] {
+            assert_eq!(reader.head().await.unwrap_err(), CallError::Internal);
+        }
+        let (writer, reader) = sent();
+        let answer = writer.answer().clone();
+        writer.prepare_head(head(None));
+        writer.hold(Bytes::from_static(b"x"));
+        drop(writer);
+        assert_eq!(drain(&reader), b"x");
+        assert!(matches!(poll_next(&reader), Poll::Ready(Next::Cut)));
+        assert!(answer.join().is_none());
+    }
+
+    /// Threads join while the writer asks whether everybody has left: whoever got in is never
+    /// cancelled, and nobody gets in after the end.
+    #[test]
+    fn a_call_that_is_being_cancelled_is_never_joined() {
+        for _ in 0..1000 {
+            let (writer, reader) = sent();
+            let answer = writer.answer().clone();
+            let over = Arc::new(AtomicBool::new(false));
+            let joining = std::thread::spawn({
+                let over = over.clone();
+                move || {
+                    while let Some(reader) = answer.join() {
+                        std::hint::spin_loop();
+                        assert!(!over.load(Ordering::SeqCst), "cancelled under a listener");
+                        drop(reader);
+                    }
+                }
+            });
+            drop(reader);
+            let mut linger = Linger::new(Duration::ZERO);
+            let mut cx = Context::from_waker(Waker::noop());
+            while writer.poll_left(&mut cx, &mut linger).is_pending() {
+                std::thread::yield_now();
+            }
+            over.store(true, Ordering::SeqCst);
+            joining.join().expect("no wrong answer");
+        }
     }
 }

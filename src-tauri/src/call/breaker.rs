@@ -243,3 +243,210 @@ fn breaker_open(provider: &Provider, refused: &Refused) -> CallError {
         retry_after: refusal.retry_after,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::panic::AssertUnwindSafe;
+
+    use futures_util::FutureExt as _;
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::keys::Keys;
+    use crate::settings::{Overrides, Settings};
+    use crate::store::Store;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A provider with two places, whose breaker one failure opens for a minute.
+    struct Bench {
+        core: Arc<Core>,
+        provider: Arc<Provider>,
+        _folder: TempDir,
+    }
+
+    impl Bench {
+        async fn new() -> Bench {
+            // The clock's origin is that of a test beside this one, which may have begun a moment
+            // later.
+            tokio::time::advance(60 * SECOND).await;
+            let folder = tempfile::tempdir().expect("a scratch folder");
+            let text = "[limits]\nconcurrency = 2\nqueue_secs = 300\n\
+                        [breaker]\nfailures = 1\nrecovery_check_secs = 0\n";
+            let settings = Settings::parse(text, &Overrides::default()).expect("settings");
+            let store = Store::open(folder.path(), Clock::Tokio).expect("a folder of its own");
+            let core = Core::new(settings, store, Keys::empty(), Clock::Tokio);
+            let provider = core.world().provider("openai").expect("shipped").clone();
+            Bench {
+                core: Arc::new(core),
+                provider,
+                _folder: folder,
+            }
+        }
+
+        async fn enter(&self) -> Result<Leave, CallError> {
+            Leave::wait(&self.core, &self.provider, None).await
+        }
+
+        fn settle(&self, leave: Leave, health: Health) {
+            leave.settle(health, None, self.core.clock.now());
+        }
+
+        /// A breaker that is half-open with its place free.
+        async fn half_open() -> Bench {
+            let bench = Bench::new().await;
+            let leave = bench.enter().await.expect("closed");
+            bench.settle(leave, Health::Failure);
+            assert!(bench.enter().await.is_err(), "open");
+            tokio::time::advance(60 * SECOND).await;
+            bench
+        }
+
+        /// Permits out, the extra ones, and callers in the queue.
+        fn standing(&self) -> (usize, usize, usize) {
+            let pool = self.provider.state.pool.snapshot();
+            (pool.in_flight, pool.extra, pool.waiting)
+        }
+
+        fn refuses(&self) -> bool {
+            let now = self.core.clock.now();
+            self.provider.state.refusal(None, now).is_some()
+        }
+    }
+
+    /// The ways to lose a leave without having settled it.
+    async fn lose(bench: &Bench, way: &str) {
+        match way {
+            "early error" => {
+                let attempt: Result<(), CallError> = async {
+                    let _leave = bench.enter().await?;
+                    Err(CallError::Internal)
+                }
+                .await;
+                assert_eq!(attempt, Err(CallError::Internal));
+            }
+            "dropped call" => {
+                let call = async {
+                    let _leave = bench.enter().await;
+                    std::future::pending::<()>().await;
+                };
+                assert!(tokio::time::timeout(SECOND, call).await.is_err());
+            }
+            "panic" => {
+                let call = async {
+                    let _leave = bench.enter().await;
+                    panic!("in the middle of a call");
+                };
+                let call: Result<(), _> = AssertUnwindSafe(call).catch_unwind().await;
+                assert!(call.is_err());
+            }
+            _ => unreachable!(),
+        }
+    }
+
+    const WAYS: [&str; 3] = ["early error", "dropped call", "panic"];
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leave_that_is_lost_frees_its_place_and_counts_as_nothing() {
+        for way in WAYS {
+            let bench = Bench::new().await;
+            for _ in 0..3 {
+                lose(&bench, way).await;
+                assert_eq!(bench.standing(), (0, 0, 0), "{way}");
+                assert!(!bench.refuses(), "{way} is no failure");
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_that_is_lost_frees_its_place_and_counts_as_nothing() {
+        for way in WAYS {
+            let bench = Bench::half_open().await;
+            for _ in 0..3 {
+                lose(&bench, way).await;
+                assert_eq!(bench.standing(), (0, 0, 0), "{way}");
+            }
+            let probe = bench.enter().await.expect("a free place");
+            assert_eq!(bench.standing(), (0, 1, 0), "a permit of its own");
+            assert!(bench.enter().await.is_err(), "one at a time");
+            bench.settle(probe, Health::Success);
+            let ordinary = bench.enter().await.expect("closed");
+            assert_eq!(bench.standing(), (1, 0, 0));
+            drop(ordinary);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_place_in_the_queue_that_is_lost_goes_to_the_next() {
+        for way in WAYS {
+            let bench = Bench::new().await;
+            let (one, two) = tokio::join!(bench.enter(), bench.enter());
+            let held = (one.expect("a place"), two.expect("a place"));
+            {
+                let mut lost = Box::pin(lose(&bench, way));
+                assert!(lost.as_mut().now_or_never().is_none());
+                let mut next = Box::pin(bench.enter());
+                assert!(next.as_mut().now_or_never().is_none());
+                assert_eq!(bench.standing(), (2, 0, 2), "{way}");
+                match way {
+                    // It is dropped while it waits.
+                    "dropped call" => tokio::time::timeout(2 * SECOND, lost).await.unwrap_or(()),
+                    // It gets its permit and loses that.
+                    _ => {
+                        drop(held.0);
+                        lost.await;
+                        assert!(next.await.is_ok(), "{way}");
+                        continue;
+                    }
+                }
+                drop(held.0);
+                assert!(next.await.is_ok(), "{way}");
+            }
+            drop(held.1);
+            assert_eq!(bench.standing(), (0, 0, 0), "{way}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_hung_probe_lets_another_try_after_thirty_seconds_and_still_counts() {
+        let bench = Bench::half_open().await;
+        let hung = bench.enter().await.expect("a free place");
+        tokio::time::advance(29 * SECOND).await;
+        let Err(CallError::BreakerOpen { retry_after, .. }) = bench.enter().await else {
+            panic!("one at a time");
+        };
+        assert_eq!(retry_after, SECOND);
+        tokio::time::advance(SECOND).await;
+        let second = bench.enter().await.expect("another may try");
+        assert!(bench.enter().await.is_err(), "and only one");
+        assert_eq!(bench.standing(), (0, 2, 0));
+        // The first comes to life after all.
+        hung.first_content(bench.core.clock.now());
+        assert!(!bench.refuses());
+        // What becomes of the second began before the closing and changes nothing.
+        bench.settle(second, Health::Failure);
+        assert!(bench.enter().await.is_ok());
+        drop(hung);
+        assert_eq!(bench.standing(), (0, 0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_in_the_queue_does_not_make_an_old_pass_count() {
+        let bench = Bench::new().await;
+        let one = bench.enter().await.expect("a place");
+        let two = bench.enter().await.expect("a place");
+        let mut waits = Box::pin(bench.enter());
+        assert!(waits.as_mut().now_or_never().is_none());
+        tokio::time::advance(5 * SECOND).await;
+        bench.settle(one, Health::Failure);
+        // Its permit is free, and the breaker is open: that is what it is told.
+        assert!(matches!(waits.await, Err(CallError::BreakerOpen { .. })));
+        bench.settle(two, Health::Failure);
+        assert_eq!(bench.standing(), (0, 0, 0));
+        tokio::time::advance(60 * SECOND).await;
+        assert!(
+            bench.enter().await.is_ok(),
+            "the second failure was of before"
+        );
+    }
+}

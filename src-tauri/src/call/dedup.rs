@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
 use moka::Expiry;
+use moka::policy::EvictionPolicy;
 use moka::sync::Cache;
 
 use super::answer::{Answer, Head, Reader, Writer};
@@ -20,8 +22,13 @@ use crate::settings::DedupMode;
 
 /// Answers over this many bytes are not kept.
 const KEPT_ANSWER: usize = 8 << 20;
-/// What a kept answer costs beside its body: headers, map entry, bookkeeping. Bytes, about.
-const KEPT_OVERHEAD: usize = 1024;
+/// The cache makes room now and then, after hundreds of answers; after one over this many bytes,
+/// at once.
+const LARGE_ANSWER: usize = 64 << 10;
+/// What a kept answer costs beside its body and headers: map entry and bookkeeping. Bytes, about.
+const KEPT_OVERHEAD: usize = 512;
+/// What a header costs beside its value. Bytes, about.
+const KEPT_HEADER: usize = 160;
 
 /// How a call may share its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +43,8 @@ pub struct Sharing {
 
 /// What a call turned out to be.
 pub enum Role {
-    /// Makes the upstream call.
-    Leader(Writer, Reader),
+    /// Makes the upstream call; with its place in the index, unless it is nobody else's.
+    Leader(Writer, Reader, Option<Flight>),
     /// Reads an answer that is under way.
     Follower(Reader),
     /// Gets an answer that is finished.
@@ -54,7 +61,24 @@ pub struct KeptAnswer {
     pub received: Arc<AtomicBool>,
 }
 
+/// A copy that holds its own bytes: the values of an answer's head are slices of the connection's
+/// read buffer, which a kept answer must not pin.
+fn compact(headers: &HeaderMap) -> HeaderMap {
+    let own = |value: &HeaderValue| HeaderValue::from_bytes(value.as_bytes());
+    headers
+        .iter()
+        .filter_map(|(name, value)| Some((name.clone(), own(value).ok()?)))
+        .collect()
+}
+
 impl KeptAnswer {
+    /// Bytes, about.
+    fn weight(&self) -> usize {
+        let headers = self.head.headers.iter();
+        let headers = headers.map(|(_, value)| value.len() + KEPT_HEADER);
+        self.body.len() + headers.sum::<usize>() + KEPT_OVERHEAD
+    }
+
     /// The caller's own mode decides: two tools may send the same call with different ones.
     fn serves(&self, sharing: &Sharing, now: Moment) -> bool {
         let in_window = now.since(self.kept_at) < self.window.min(sharing.window);
@@ -91,16 +115,19 @@ impl Dedup {
             kept: Cache::builder()
                 .max_capacity(max_bytes)
                 .weigher(|_, kept: &Arc<KeptAnswer>| {
-                    u32::try_from(kept.body.len() + KEPT_OVERHEAD).unwrap_or(u32::MAX)
+                    u32::try_from(kept.weight()).unwrap_or(u32::MAX)
                 })
                 .expire_after(Window)
+                // The newest is the likeliest to be asked for again; the default policy turns it
+                // away while the others are no less popular.
+                .eviction_policy(EvictionPolicy::lru())
                 .build_with_hasher(BuildHasherDefault::default()),
             counts: Counts::default(),
         }
     }
 
     /// Leads, joins or takes a kept answer, in one step.
-    pub fn enter(&self, sharing: &Sharing, now: Moment) -> Role {
+    pub fn enter(self: &Arc<Self>, sharing: &Sharing, now: Moment) -> Role {
         let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reader) = flights.get(&sharing.key).and_then(Answer::join) {
             self.counts.joined.fetch_add(1, Ordering::Relaxed);
@@ -116,9 +143,14 @@ impl Dedup {
             return Role::Kept(kept);
         }
         let (writer, reader) = Answer::begin(true);
-        flights.insert(sharing.key, writer.answer().clone());
+        let flight = Flight {
+            dedup: self.clone(),
+            key: sharing.key,
+            answer: writer.answer().clone(),
+        };
+        flights.insert(sharing.key, flight.answer.clone());
         self.counts.led.fetch_add(1, Ordering::Relaxed);
-        Role::Leader(writer, reader)
+        Role::Leader(writer, reader, Some(flight))
     }
 
     /// Keeps a finished answer. To be called before its flight ends.
@@ -130,8 +162,12 @@ impl Dedup {
         let Some((head, body)) = writer.whole(KEPT_ANSWER) else {
             return;
         };
-        let mut head = Head::clone(&head);
+        let mut head = Head {
+            headers: compact(&head.headers),
+            ..*head
+        };
         remove_exchange(&mut head.headers);
+        let is_large = body.len() > LARGE_ANSWER;
         self.kept.insert(
             sharing.key,
             Arc::new(KeptAnswer {
@@ -142,6 +178,9 @@ impl Dedup {
                 received: writer.received().clone(),
             }),
         );
+        if is_large {
+            self.kept.run_pending_tasks();
+        }
     }
 
     /// Takes an ended call out of the index, unless another has its place already.
@@ -150,6 +189,12 @@ impl Dedup {
         if flights.get(key).is_some_and(|current| current.is(answer)) {
             flights.remove(key);
         }
+    }
+
+    /// How many calls are under way that others may join.
+    pub fn in_flight(&self) -> usize {
+        let flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        flights.len()
     }
 
     /// Forgets every kept answer; calls in flight go on.
@@ -163,12 +208,6 @@ pub struct Flight {
     dedup: Arc<Dedup>,
     key: RequestKey,
     answer: Answer,
-}
-
-impl Flight {
-    pub fn new(dedup: Arc<Dedup>, key: RequestKey, answer: Answer) -> Flight {
-        Flight { dedup, key, answer }
-    }
 }
 
 impl Drop for Flight {
@@ -187,6 +226,17 @@ impl Expiry<RequestKey, Arc<KeptAnswer>> for Window {
         _key: &RequestKey,
         kept: &Arc<KeptAnswer>,
         _created_at: Instant,
+    ) -> Option<Duration> {
+        Some(kept.window)
+    }
+
+    /// A newer answer to the same call begins a window of its own.
+    fn expire_after_update(
+        &self,
+        _key: &RequestKey,
+        kept: &Arc<KeptAnswer>,
+        _updated_at: Instant,
+        _left: Option<Duration>,
     ) -> Option<Duration> {
         Some(kept.window)
     }
@@ -209,5 +259,199 @@ impl Hasher for KeyHasher {
 
     fn finish(&self) -> u64 {
         self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{HeaderMap, StatusCode};
+
+    use super::super::answer::{Account, Ending};
+    use super::*;
+    use crate::store::Outcome;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn sharing(n: u8, mode: DedupMode) -> Sharing {
+        Sharing {
+            key: RequestKey([n; 32]),
+            mode,
+            take_kept: true,
+            window: HOUR,
+        }
+    }
+
+    fn at(secs: u64) -> Moment {
+        Moment::at(Duration::from_secs(secs))
+    }
+
+    fn dedup(max_bytes: u64) -> Arc<Dedup> {
+        Arc::new(Dedup::new(max_bytes))
+    }
+
+    /// Leads a call and keeps its answer; the answer has been received if `received`.
+    fn lead(dedup: &Arc<Dedup>, sharing: &Sharing, body: &[u8], now: Moment, received: bool) {
+        let Role::Leader(writer, reader, flight) = dedup.enter(sharing, now) else {
+            panic!("somebody leads it already");
+        };
+        writer.prepare_head(Head {
+            status: StatusCode::OK,
+            headers: HeaderMap::new(),
+            length: None,
+        });
+        writer.hold(Bytes::copy_from_slice(body));
+        dedup.keep(sharing, &writer, now);
+        let account = Account {
+            outcome: Outcome::Completed,
+            error: None,
+        };
+        writer.finish(Ending::Whole, account);
+        drop(flight);
+        if received {
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(reader.poll_next(&mut cx).is_ready());
+        }
+    }
+
+    fn kept(role: Role) -> Option<Bytes> {
+        match role {
+            Role::Kept(kept) => Some(kept.body.clone()),
+            Role::Leader(..) | Role::Follower(_) => None,
+        }
+    }
+
+    #[test]
+    fn who_is_given_a_kept_answer() {
+        use DedupMode::{Full, InFlight, Retry};
+        // The leader's mode, whether somebody received it, the caller's mode, seconds later.
+        let table = [
+            (Full, true, Full, 0, true),
+            (Full, true, Full, 3599, true),
+            (Full, true, Full, 3600, false),
+            (Full, true, Retry, 0, false),
+            (Full, false, Retry, 0, true),
+            (Full, false, InFlight, 0, false),
+            (Retry, true, Retry, 0, false),
+            (Retry, false, Retry, 3599, true),
+            (Retry, false, Retry, 3600, false),
+            (Retry, true, Full, 0, true),
+            (InFlight, false, Full, 0, false),
+        ];
+        for (led, received, asked, later, given) in table {
+            let dedup = dedup(1 << 20);
+            lead(&dedup, &sharing(1, led), b"x", at(0), received);
+            let role = dedup.enter(&sharing(1, asked), at(later));
+            assert_eq!(
+                kept(role).is_some(),
+                given,
+                "{led:?} {received} {asked:?} {later}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_caller_may_want_a_fresh_one_and_the_shorter_window_counts() {
+        let dedup = dedup(1 << 20);
+        lead(&dedup, &sharing(1, DedupMode::Full), b"x", at(0), true);
+        let fresh = Sharing {
+            take_kept: false,
+            ..sharing(1, DedupMode::Full)
+        };
+        assert!(kept(dedup.enter(&fresh, at(0))).is_none());
+        let brief = Sharing {
+            window: Duration::from_secs(5),
+            ..sharing(1, DedupMode::Full)
+        };
+        assert!(kept(dedup.enter(&brief, at(4))).is_some());
+        assert!(kept(dedup.enter(&brief, at(5))).is_none());
+        dedup.clear();
+        assert!(kept(dedup.enter(&sharing(1, DedupMode::Full), at(0))).is_none());
+    }
+
+    /// The cache's own timer runs on the real clock: the first answer's short window must not end
+    /// the second's.
+    #[test]
+    fn a_newer_answer_begins_a_window_of_its_own() {
+        let dedup = dedup(1 << 20);
+        let brief = Sharing {
+            window: Duration::from_millis(20),
+            ..sharing(1, DedupMode::Full)
+        };
+        lead(&dedup, &brief, b"old", at(0), true);
+        let fresh = Sharing {
+            take_kept: false,
+            ..sharing(1, DedupMode::Full)
+        };
+        lead(&dedup, &fresh, b"new", at(0), true);
+        std::thread::sleep(Duration::from_millis(60));
+        let role = dedup.enter(&sharing(1, DedupMode::Full), at(0));
+        assert_eq!(kept(role).as_deref(), Some(&b"new"[..]));
+    }
+
+    #[test]
+    fn the_newest_stay_within_the_bytes() {
+        let dedup = dedup(1 << 20);
+        let body = vec![0; 300_000];
+        for n in 0..20 {
+            lead(&dedup, &sharing(n, DedupMode::Full), &body, at(0), true);
+        }
+        for n in 0..20 {
+            let role = dedup.enter(&sharing(n, DedupMode::Full), at(0));
+            assert_eq!(kept(role).is_some(), n >= 17, "{n}");
+        }
+    }
+
+    #[test]
+    fn a_cancelled_call_is_out_of_the_way_and_takes_nobody_with_it() {
+        let dedup = dedup(1 << 20);
+        let sharing = sharing(1, DedupMode::Full);
+        let Role::Leader(cancelled, _reader, stale) = dedup.enter(&sharing, at(0)) else {
+            panic!("nobody else is there");
+        };
+        drop(cancelled);
+        // Its place in the index is still taken; nobody joins it there.
+        let Role::Leader(_writer, _reader, _flight) = dedup.enter(&sharing, at(0)) else {
+            panic!("a cancelled call was joined");
+        };
+        drop(stale);
+        assert!(matches!(dedup.enter(&sharing, at(0)), Role::Follower(_)));
+        assert_eq!(dedup.in_flight(), 1);
+    }
+
+    #[test]
+    fn a_leader_that_never_comes_to_its_call_gives_its_place_up() {
+        let dedup = dedup(1 << 20);
+        let led = dedup.enter(&sharing(1, DedupMode::Full), at(0));
+        assert_eq!(dedup.in_flight(), 1);
+        drop(led);
+        assert_eq!(dedup.in_flight(), 0);
+    }
+
+    #[test]
+    fn of_many_at_once_one_leads() {
+        for n in 0..50 {
+            let dedup = dedup(1 << 20);
+            let barrier = std::sync::Barrier::new(8);
+            let roles: Vec<Role> = std::thread::scope(|scope| {
+                let callers: Vec<_> = (0..8)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            barrier.wait();
+                            dedup.enter(&sharing(n, DedupMode::Full), at(0))
+                        })
+                    })
+                    .collect();
+                callers
+                    .into_iter()
+                    .map(|caller| caller.join().expect("a role"))
+                    .collect()
+            });
+            let led = roles.iter().filter(|role| matches!(role, Role::Leader(..)));
+            assert_eq!(led.count(), 1);
+            let followed = roles
+                .iter()
+                .filter(|role| matches!(role, Role::Follower(_)));
+            assert_eq!(followed.count(), 7);
+        }
     }
 }

@@ -38,6 +38,14 @@ pub enum CallError {
     BadRequest(String),
     #[error("{0}")]
     TooLarge(String),
+    #[error(
+        "the request's body stopped coming for {} before it was whole ({setting})",
+        seconds(*limit)
+    )]
+    UploadStalled {
+        limit: Duration,
+        setting: &'static str,
+    },
     #[error("Traygate is set to refuse all calls (mode \"refuse\"); set it back to normal")]
     ModeRefuse,
     #[error(
@@ -106,7 +114,9 @@ impl CallError {
         match self {
             CallError::HostForbidden(_) | CallError::OriginForbidden(_) => "origin_forbidden",
             CallError::AccessDenied | CallError::NoKey(..) => "access_denied",
-            CallError::BadRequest(_) | CallError::TooLarge(_) => "bad_request",
+            CallError::BadRequest(_) | CallError::TooLarge(_) | CallError::UploadStalled { .. } => {
+                "bad_request"
+            }
             CallError::ModeRefuse => "mode_refuse",
             CallError::NoProvider { .. } => "no_provider",
             CallError::NothingHere { .. } => "not_found",
@@ -127,6 +137,7 @@ impl CallError {
             CallError::AccessDenied | CallError::NoKey(..) => StatusCode::UNAUTHORIZED,
             CallError::BadRequest(_) => StatusCode::BAD_REQUEST,
             CallError::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            CallError::UploadStalled { .. } => StatusCode::REQUEST_TIMEOUT,
             CallError::NoProvider { .. } | CallError::NothingHere { .. } => StatusCode::NOT_FOUND,
             CallError::UpgradeRequired => StatusCode::UPGRADE_REQUIRED,
             CallError::ModeRefuse

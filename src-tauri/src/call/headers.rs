@@ -1,6 +1,6 @@
 //! Which headers concern one hop or one exchange only, and so are not passed on or not shared.
 
-use http::header::{CONNECTION, HeaderMap, HeaderName};
+use http::header::{CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderName, TRANSFER_ENCODING};
 
 /// Takes off what RFC 9110 (7.6.1) makes a matter of one connection, in either direction.
 pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
@@ -14,6 +14,10 @@ pub fn remove_hop_by_hop(headers: &mut HeaderMap) {
         .collect();
     for name in named {
         headers.remove(name);
+    }
+    if headers.contains_key(TRANSFER_ENCODING) {
+        // A length beside it is not the body's (RFC 9112, 6.3).
+        headers.remove(CONTENT_LENGTH);
     }
     let fixed: Vec<HeaderName> = headers
         .keys()
@@ -54,7 +58,7 @@ pub fn remove_exchange(headers: &mut HeaderMap) {
 }
 
 fn is_of_one_exchange(name: &str) -> bool {
-    matches!(name, "date" | "set-cookie" | "age" | "retry-after")
+    matches!(name, "date" | "set-cookie" | "age")
         || name.starts_with("x-ratelimit-")
         || name.starts_with("ratelimit")
         || name.starts_with("anthropic-ratelimit-")

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{
-    AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, HeaderName, HeaderValue, USER_AGENT,
+    AUTHORIZATION, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, HeaderName, HeaderValue,
+    USER_AGENT,
 };
 use http::request::Parts;
 use http::{HeaderMap, Method};
@@ -18,16 +19,16 @@ use reqwest::Url;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::accept::{Connection, check_token};
 use super::dedup::Sharing;
 use super::error::CallError;
 use super::record::Row;
 use crate::core::{BODIES_HELD, Core, World};
+use crate::keys::Keys;
 use crate::policy::fingerprint::{
     KeyHasher, RequestFacts, RequestKey, RequestScan, header_is_in_key,
 };
 use crate::policy::routing::{
-    Address, Dialect, Route, UnknownProvider, bare_dialect, read_address,
+    Address, Dialect, Route, UnknownProvider, bare_dialect, is_version, read_address,
 };
 use crate::policy::tap::{DecodeError, Encoding, decode_request};
 use crate::provider::Provider;
@@ -86,6 +87,16 @@ pub enum RequestBody {
     Streamed { read: Vec<Bytes>, rest: Incoming },
 }
 
+impl RequestBody {
+    /// True if it is known to have no bytes.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            RequestBody::Whole { bytes, .. } => bytes.is_empty(),
+            RequestBody::Streamed { read, rest } => read.is_empty() && rest.is_end_stream(),
+        }
+    }
+}
+
 /// What a path and its headers say, before any body is read.
 pub struct Place {
     pub world: Arc<World>,
@@ -96,7 +107,6 @@ pub struct Place {
     pub route: Route,
     pub dialect: Dialect,
     tool: Arc<str>,
-    token_in_path: Option<String>,
 }
 
 /// Reads the address.
@@ -111,10 +121,10 @@ pub fn locate(world: Arc<World>, parts: &Parts) -> Result<Place, CallError> {
         known: world.provider_names(),
     })?;
     let Address {
-        token,
         tool,
         provider: named,
         path,
+        ..
     } = address;
     let provider = match named {
         Some(name) => world.provider(name),
@@ -134,16 +144,23 @@ pub fn locate(world: Arc<World>, parts: &Parts) -> Result<Place, CallError> {
         route: Route::of(&parts.method, path),
         dialect: dialect_of(path, &parts.headers, Some(&provider)),
         tool: tool_name(tool, &parts.headers),
-        token_in_path: token.map(str::to_owned),
         path: path.to_owned(),
         provider,
         world,
     })
 }
 
-/// The dialect of a path: by the path, else by what the client or the provider speaks.
+/// The dialect of a path: by the path, else by what the client or the provider speaks. Without a
+/// `provider` the path is as the client sent it, and may begin with `/@name` and `/{provider}`.
 pub fn dialect_of(path: &str, headers: &HeaderMap, provider: Option<&Provider>) -> Dialect {
-    Dialect::of_path(path).unwrap_or_else(|| {
+    let of_path = Dialect::of_path(path).or_else(|| match provider {
+        Some(_) => None,
+        // Also where the word is no provider's: its refusal is for the path's own client.
+        None => read_address(path, |word| word != "api" && !is_version(word))
+            .ok()
+            .and_then(|address| Dialect::of_path(address.path)),
+    });
+    of_path.unwrap_or_else(|| {
         if headers.contains_key(ANTHROPIC_VERSION) {
             Dialect::Anthropic
         } else {
@@ -160,10 +177,6 @@ impl Place {
 
     pub fn provider(&self) -> &Arc<Provider> {
         &self.provider
-    }
-
-    pub fn token_in_path(&self) -> Option<&str> {
-        self.token_in_path.as_deref()
     }
 
     /// Puts what the address says on the call's row.
@@ -187,10 +200,9 @@ impl Place {
             KeySource::Keyring | KeySource::None => query.map(without_credentials),
             _ => query.map(Cow::Borrowed),
         };
-        let address = provider
-            .base
-            .join(&self.path, query.as_deref().filter(|q| !q.is_empty()));
-        Url::parse(&address).map_err(|error| {
+        let query = query.as_deref().filter(|query| !query.is_empty());
+        let address = provider.address(&self.path, query, self.route.is_generation());
+        address.map_err(|error| {
             CallError::BadRequest(format!(
                 "the path does not make an upstream address: {error}"
             ))
@@ -202,18 +214,16 @@ impl Place {
 /// credential and the key.
 ///
 /// # Errors
-/// [`CallError::AccessDenied`], [`CallError::NoKey`], [`CallError::BadRequest`],
-/// [`CallError::TooLarge`].
+/// [`CallError::NoKey`], [`CallError::BadRequest`], [`CallError::TooLarge`].
 pub async fn identify(
     core: &Core,
-    connection: Connection,
     place: Place,
     parts: Parts,
     body: Incoming,
     mut row: Row,
 ) -> Result<Call, (CallError, Row)> {
     place.name_in(&mut row, &parts);
-    match prepare(core, connection, place, parts, body, &mut row).await {
+    match prepare(core, place, parts, body, &mut row).await {
         Ok(prepared) => Ok(prepared.with(row)),
         Err(error) => Err((error, row)),
     }
@@ -247,13 +257,11 @@ impl Prepared {
 
 async fn prepare(
     core: &Core,
-    connection: Connection,
     place: Place,
     mut parts: Parts,
     body: Incoming,
     row: &mut Row,
 ) -> Result<Prepared, CallError> {
-    check_token(core, connection, place.token_in_path(), &parts.headers)?;
     let read = read_body(core, &place, &parts, body).await?;
     let model: Option<Arc<str>> = read.facts.model.as_deref().map(Arc::from);
     let provider = model
@@ -269,7 +277,19 @@ async fn prepare(
     let url = place.url(&provider, parts.uri.query())?;
     let wants = Wishes::of(&parts.headers);
     keep_end_to_end(&mut parts.headers);
-    let billing = dress(core, &place.world, &provider, &mut parts.headers).await?;
+    let billing = dress(
+        core,
+        &place.world,
+        &provider,
+        parts.uri.query(),
+        &mut parts.headers,
+    )
+    .await?;
+    if read.body.is_empty() && matches!(parts.method, Method::POST | Method::PUT | Method::PATCH) {
+        // The client library leaves it out, and some servers then answer 411.
+        let nothing = HeaderValue::from_static("0");
+        parts.headers.insert(CONTENT_LENGTH, nothing);
+    }
     let sharing = read.body_hash.and_then(|body_hash| {
         let dedup = &place.world.settings.dedup;
         let mode = sharing_mode(dedup, &place.tool, model.as_deref(), &read.facts);
@@ -585,16 +605,25 @@ fn is_local(name: &str) -> bool {
 
 /// The credentials that a client sends, without their scheme.
 pub fn credentials(headers: &HeaderMap) -> impl Iterator<Item = &str> {
-    CREDENTIAL_HEADERS.iter().flat_map(|name| {
-        let is_bearer = *name == AUTHORIZATION;
-        headers.get_all(name).into_iter().filter_map(move |value| {
-            let value = value.to_str().ok()?.trim();
-            Some(if is_bearer {
-                bearer(value).unwrap_or(value)
-            } else {
-                value
-            })
-        })
+    credentials_in(headers, CREDENTIAL_HEADERS.iter())
+}
+
+fn credentials_in<'a>(
+    headers: &'a HeaderMap,
+    names: impl Iterator<Item = &'a HeaderName>,
+) -> impl Iterator<Item = &'a str> {
+    names.flat_map(|name| {
+        let values = headers.get_all(name).into_iter();
+        values.filter_map(move |value| credential(name, value))
+    })
+}
+
+/// A header's credential without its scheme.
+fn credential<'a>(name: &HeaderName, value: &'a HeaderValue) -> Option<&'a str> {
+    let value = value.to_str().ok()?.trim();
+    Some(match bearer(value) {
+        Some(token) if *name == AUTHORIZATION => token,
+        _ => value,
     })
 }
 
@@ -613,9 +642,12 @@ pub async fn dress(
     core: &Core,
     world: &World,
     provider: &Provider,
+    query: Option<&str>,
     headers: &mut HeaderMap,
 ) -> Result<Billing, CallError> {
-    let token = core.keys.access_token();
+    if let Some(token) = core.keys.access_token() {
+        take_off(token.expose(), provider, headers);
+    }
     let is_placeholder = |credential: &str| {
         credential.is_empty()
             || world
@@ -625,35 +657,25 @@ pub async fn dress(
                 .iter()
                 .any(|placeholder| placeholder.eq_ignore_ascii_case(credential))
     };
-    let is_token = |credential: &str| {
-        token
-            .as_ref()
-            .is_some_and(|token| token.expose() == credential)
-    };
-    let has_own =
-        credentials(headers).any(|credential| !is_placeholder(credential) && !is_token(credential));
+    let has_own = credentials_in(headers, credential_headers(provider))
+        .chain(query_credentials(query.unwrap_or_default()))
+        .any(|credential| !is_placeholder(credential));
     match &provider.settings.key {
-        KeySource::Pass => {
-            if !has_own && credentials(headers).any(is_token) {
-                strip_credentials(provider, headers);
-            }
-        }
+        KeySource::Pass => {}
         KeySource::None => strip_credentials(provider, headers),
         KeySource::Auto | KeySource::Env(_) if has_own => {}
         KeySource::Auto | KeySource::Env(_) => {
             // A local provider rarely has a key, and must not wait for one.
             if matches!(provider.settings.key, KeySource::Auto) && !provider.settings.local {
-                core.keys.ready(KEYRING_PATIENCE).await;
+                key_is_read(&core.keys, provider.name()).await;
             }
             if let Some((name, value)) = own_credential(core, provider) {
                 strip_credentials(provider, headers);
                 headers.insert(name, value);
-            } else if credentials(headers).any(is_token) {
-                strip_credentials(provider, headers);
             }
         }
         KeySource::Keyring => {
-            core.keys.ready(KEYRING_PATIENCE).await;
+            key_is_read(&core.keys, provider.name()).await;
             strip_credentials(provider, headers);
             let Some((name, value)) = own_credential(core, provider) else {
                 let problem = core.keys.problem();
@@ -671,6 +693,30 @@ pub async fn dress(
     Ok(billing(provider, headers))
 }
 
+/// Waits, not for long, until the keyring has said whether it has this key.
+pub async fn key_is_read(keys: &Keys, name: &str) {
+    if keys.get(name).is_none() {
+        // Whoever was told to store one has perhaps just done so.
+        keys.look_again();
+        keys.ready(KEYRING_PATIENCE).await;
+    }
+}
+
+/// Takes the access token off: it is for this door only.
+fn take_off(token: &str, provider: &Provider, headers: &mut HeaderMap) {
+    for name in credential_headers(provider) {
+        let is_token = |value: &HeaderValue| credential(name, value) == Some(token);
+        if !headers.get_all(name).iter().any(is_token) {
+            continue;
+        }
+        let others: Vec<HeaderValue> = headers.get_all(name).iter().cloned().collect();
+        headers.remove(name);
+        for other in others.into_iter().filter(|value| !is_token(value)) {
+            headers.append(name, other);
+        }
+    }
+}
+
 fn strip_credentials(provider: &Provider, headers: &mut HeaderMap) {
     for name in credential_headers(provider) {
         headers.remove(name);
@@ -682,6 +728,14 @@ pub fn credential_headers(provider: &Provider) -> impl Iterator<Item = &HeaderNa
     CREDENTIAL_HEADERS
         .iter()
         .chain(&provider.settings.auth_header)
+}
+
+/// The values of a query's parameters that carry a credential, as they are written there.
+pub fn query_credentials(query: &str) -> impl Iterator<Item = &str> {
+    let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+    pairs
+        .filter(|(name, _)| CREDENTIAL_PARAMETERS.contains(name))
+        .map(|(_, value)| value)
 }
 
 fn without_credentials(query: &str) -> Cow<'_, str> {

@@ -20,9 +20,12 @@ pub mod pool;
 pub mod record;
 mod redact;
 pub mod stream_back;
+#[cfg(test)]
+mod tests;
 mod tunnel;
 mod upstream;
 
+use std::borrow::Cow;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
@@ -59,14 +62,10 @@ pub async fn answer(
 ) -> Response<ClientBody> {
     let (parts, body) = request.into_parts();
     let world = core.world();
-    if let Err(error) = accept::check_caller(&world, &parts) {
+    if let Err(error) = accept::check_caller(&world, connection, &parts) {
         debug!(%error, "request refused");
-        let id = CallId::new(core.clock.wall());
-        return refuse(
-            &error,
-            identify::dialect_of(parts.uri.path(), &parts.headers, None),
-            id,
-        );
+        let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
+        return refused(&error, dialect, new_row(&core, &parts));
     }
     let origin = parts.headers.get(ORIGIN).cloned();
     let mut response = match accept::preflight(&parts) {
@@ -106,21 +105,41 @@ fn own_page(parts: &Parts) -> Option<Response<ClientBody>> {
     let error = CallError::NothingHere {
         path: path.chars().take(128).collect(),
     };
-    Some(
-        error
-            .response(Dialect::OpenAi, "")
-            .map(|body| ClientBody::Own(Some(body))),
-    )
+    let response = error.response(Dialect::OpenAi, "");
+    Some(response.map(|body| ClientBody::Own(Some(body))))
 }
 
-fn refuse(error: &CallError, dialect: Dialect, id: CallId) -> Response<ClientBody> {
-    let mut response = error
-        .response(dialect, &id.to_string())
-        .map(|body| ClientBody::Own(Some(body)));
+/// The row of a call of which no more is known than that it came.
+fn new_row(core: &Core, parts: &Parts) -> Row {
+    let started = core.clock.wall();
+    let start = CallStart {
+        id: CallId::new(started),
+        started,
+        provider: "".into(),
+        route: Cow::Borrowed(""),
+        model: None,
+        tool: identify::tool_name(None, &parts.headers),
+        billing: Billing::Metered,
+        streaming: false,
+        dedup: DedupLabel::Off,
+        key: None,
+    };
+    Row::new(core, core.clock.now(), start)
+}
+
+/// Traygate's own answer to call `id`.
+fn own_answer(error: &CallError, dialect: Dialect, id: CallId) -> Response<ClientBody> {
+    let response = error.response(dialect, &id.to_string());
+    let mut response = response.map(|body| ClientBody::Own(Some(body)));
+    let id = stream_back::call_header(id);
+    response.headers_mut().insert(stream_back::CALL, id);
     response
-        .headers_mut()
-        .insert(stream_back::CALL, stream_back::call_header(id));
-    response
+}
+
+/// Answers a call that ended before it was shared; its row says why.
+fn refused(error: &CallError, dialect: Dialect, mut row: Row) -> Response<ClientBody> {
+    row.fail(error);
+    own_answer(error, dialect, row.id())
 }
 
 /// A call from its id to its answer, whatever happens in between.
@@ -131,29 +150,13 @@ async fn proxied(
     parts: Parts,
     body: Incoming,
 ) -> Response<ClientBody> {
-    let started = core.clock.wall();
-    let id = CallId::new(started);
-    let row = Row::new(
-        core,
-        core.clock.now(),
-        CallStart {
-            id,
-            started,
-            provider: "".into(),
-            route: std::borrow::Cow::Borrowed(""),
-            model: None,
-            tool: identify::tool_name(None, &parts.headers),
-            billing: Billing::Metered,
-            streaming: false,
-            dedup: DedupLabel::Off,
-            key: None,
-        },
-    );
+    let row = new_row(core, &parts);
+    let id = row.id();
     let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
     let answered = AssertUnwindSafe(proxy(core, connection, world, parts, body, row));
     let mut response = answered.catch_unwind().await.unwrap_or_else(|_| {
         error!(call.id = %id, "a call ended in a panic");
-        refuse(&CallError::Internal, dialect, id)
+        own_answer(&CallError::Internal, dialect, id)
     });
     response
         .headers_mut()
@@ -171,33 +174,35 @@ async fn proxy(
     row: Row,
 ) -> Response<ClientBody> {
     // accept
-    if let Err(error) = accept::check_mode(core) {
+    let may_call = accept::check_token(core, connection, &parts).await;
+    if let Err(error) = may_call.and_then(|()| accept::check_mode(core)) {
         let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
-        return refused(error, dialect, row);
+        return refused(&error, dialect, row);
     }
     // identify
     let place = match identify::locate(world, &parts) {
         Ok(place) => place,
         Err(error) => {
             let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
-            return refused(error, dialect, row);
+            return refused(&error, dialect, row);
         }
     };
     let dialect = place.dialect;
-    if tunnel::is_upgrade(&parts.headers) {
-        return tunnel::answer(core, connection, place, parts, row).await;
+    if tunnel::is_upgrade(&parts) {
+        return tunnel::answer(core, place, parts, row).await;
     }
-    let mut call = match identify::identify(core, connection, place, parts, body, row).await {
+    let mut call = match identify::identify(core, place, parts, body, row).await {
         Ok(call) => call,
-        Err((error, row)) => return refused(error, dialect, row),
+        Err((error, row)) => return refused(&error, dialect, row),
     };
     // dedup
     let provider = call.provider.clone();
+    let id = call.row.id();
     let role = match &call.sharing {
         Some(sharing) => core.dedup.enter(sharing, core.clock.now()),
         None => {
             let (writer, reader) = Answer::begin(false);
-            Role::Leader(writer, reader)
+            Role::Leader(writer, reader, None)
         }
     };
     match role {
@@ -209,31 +214,24 @@ async fn proxy(
             call.row.open(DedupLabel::Joined);
             follow(reader, call.row, &provider, dialect).await
         }
-        Role::Leader(writer, reader) => {
+        Role::Leader(writer, reader, flight) => {
             let label = match &call.sharing {
                 Some(_) => DedupLabel::Miss,
                 None => DedupLabel::Off,
             };
             call.row.open(label);
             // pool → breaker → budget → upstream → record
-            tokio::spawn(make_the_call(core.clone(), call, writer));
-            lead(reader, label, &provider, dialect).await
+            let shared_call = make_the_call(core.clone(), call, writer, flight);
+            tokio::spawn(core.open_calls.clone().unless_over(shared_call));
+            lead(reader, id, label, &provider, dialect).await
         }
     }
-}
-
-/// Answers a call that ended before it was shared; its row says why.
-fn refused(error: CallError, dialect: Dialect, mut row: Row) -> Response<ClientBody> {
-    row.fail(&error);
-    let id = row.id().map(|id| id.to_string()).unwrap_or_default();
-    error
-        .response(dialect, &id)
-        .map(|body| ClientBody::Own(Some(body)))
 }
 
 /// The leader's answer, once its shared call has a head or an error.
 async fn lead(
     reader: Reader,
+    id: CallId,
     label: DedupLabel,
     provider: &Provider,
     dialect: Dialect,
@@ -241,9 +239,7 @@ async fn lead(
     match reader.head().await {
         Ok(head) => stream_back::to_leader(&head, reader, provider, label),
         Err(error) => {
-            let mut response = error
-                .response(dialect, "")
-                .map(|body| ClientBody::Own(Some(body)));
+            let mut response = own_answer(&error, dialect, id);
             stream_back::mark(&mut response, provider, label);
             response
         }
@@ -253,17 +249,14 @@ async fn lead(
 /// A follower's answer. Its row is its own.
 async fn follow(
     reader: Reader,
-    mut row: Row,
+    row: Row,
     provider: &Provider,
     dialect: Dialect,
 ) -> Response<ClientBody> {
     match reader.head().await {
         Ok(head) => stream_back::to_follower(&head, reader, row, provider),
         Err(error) => {
-            row.fail(&error);
-            let mut response = error
-                .response(dialect, "")
-                .map(|body| ClientBody::Own(Some(body)));
+            let mut response = refused(&error, dialect, row);
             stream_back::mark(&mut response, provider, DedupLabel::Joined);
             response
         }
@@ -272,7 +265,7 @@ async fn follow(
 
 /// The shared call: pool, breaker, upstream, record. It owns permit, trial and the leader's row,
 /// and goes on for its followers when the leader has left.
-async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer) {
+async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Option<Flight>) {
     let Call {
         row,
         world,
@@ -284,8 +277,6 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer) {
         sharing,
         request,
     } = call;
-    let flight = sharing
-        .map(|sharing| Flight::new(core.dedup.clone(), sharing.key, writer.answer().clone()));
     let mut shared = SharedCall {
         row,
         writer,
@@ -371,11 +362,15 @@ impl SharedCall {
             self.core.clock,
         );
         let answering = attempt.send(request).await?;
-        self.row.status(answering.head.status);
-        let row = &mut self.row;
+        let (row, writer) = (&mut self.row, &self.writer);
+        if writer.leader_left().is_none() {
+            row.status(answering.head.status);
+        }
         attempt
             .relay(answering, |now| {
-                row.first_content(now);
+                if writer.leader_left().is_none() {
+                    row.first_content(now);
+                }
                 if let Some(leave) = leave {
                     leave.first_content(now);
                 }
@@ -425,17 +420,18 @@ impl SharedCall {
             };
             self.writer.finish(Ending::Broken, account);
         } else {
-            self.row.status(error.status());
+            if self.writer.leader_left().is_none() {
+                self.row.status(error.status());
+            }
             self.writer.fail(error);
         }
     }
 
     /// The leader's row: what became of the call, unless its client had left before.
     fn settle(&mut self, outcome: Outcome, error: Option<Arc<str>>) {
-        if self.writer.leader_left() {
-            self.row.settle(Outcome::ClientLeft, None);
-        } else {
-            self.row.settle(outcome, error);
+        match self.writer.leader_left() {
+            Some(left) => self.row.settle(left.outcome, left.error),
+            None => self.row.settle(outcome, error),
         }
     }
 }

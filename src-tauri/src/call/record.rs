@@ -1,14 +1,13 @@
 //! One row for every call, whatever becomes of it: the row's owner writes it when it is dropped.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use http::StatusCode;
 
 use super::error::CallError;
 use crate::clock::{Clock, Moment};
-use crate::core::Core;
+use crate::core::{Core, OpenCalls, Phase};
 use crate::store::{CallEnd, CallId, CallStart, DedupLabel, Outcome, Store};
 
 /// A call's row while the call goes on.
@@ -19,7 +18,8 @@ use crate::store::{CallEnd, CallId, CallStart, DedupLabel, Outcome, Store};
 pub struct Row {
     store: Store,
     clock: Clock,
-    open_calls: Arc<AtomicUsize>,
+    open_calls: Arc<OpenCalls>,
+    id: CallId,
     began: Moment,
     /// Taken when the row is written.
     start: Option<CallStart>,
@@ -32,11 +32,12 @@ pub struct Row {
 
 impl Row {
     pub fn new(core: &Core, began: Moment, start: CallStart) -> Row {
-        core.open_calls.fetch_add(1, Ordering::Relaxed);
+        core.open_calls.began();
         Row {
             store: core.store.clone(),
             clock: core.clock,
             open_calls: core.open_calls.clone(),
+            id: start.id,
             began,
             start: Some(start),
             status: None,
@@ -47,8 +48,8 @@ impl Row {
         }
     }
 
-    pub fn id(&self) -> Option<CallId> {
-        self.start.as_ref().map(|start| start.id)
+    pub fn id(&self) -> CallId {
+        self.id
     }
 
     pub fn began(&self) -> Moment {
@@ -113,6 +114,14 @@ impl Drop for Row {
                 (Outcome::ClientLeft, None)
             }
         });
+        // It did not leave: its connection was closed.
+        let was_stopped =
+            outcome == Outcome::ClientLeft && self.open_calls.phase() >= Phase::Cutting;
+        let outcome = if was_stopped {
+            Outcome::Stopped
+        } else {
+            outcome
+        };
         self.store.finished(CallEnd {
             start,
             status: self.status,
@@ -123,6 +132,6 @@ impl Drop for Row {
             upstream_call: self.upstream_call,
             error: error.map(|error| error.as_ref().to_owned()),
         });
-        self.open_calls.fetch_sub(1, Ordering::Release);
+        self.open_calls.ended();
     }
 }

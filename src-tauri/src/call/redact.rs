@@ -3,72 +3,118 @@
 
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName};
+use url::form_urlencoded;
 
-use super::identify::{CREDENTIAL_PARAMETERS, credential_headers};
+use super::identify::{credential_headers, query_credentials};
 use crate::provider::Provider;
 
 /// Shorter ones are placeholders, and would be found inside words.
 const SHORTEST: usize = 8;
+/// A beginning of a key that is as long as this is taken out too: what a provider says is kept to
+/// a length, which may end within the key.
+const BEGINNING: usize = 12;
 
-/// The credentials that a request carries.
-pub struct Secrets {
-    headers: Vec<HeaderValue>,
-    parameters: Vec<String>,
-}
+/// The credentials that a request carries, without their scheme.
+pub struct Secrets(Vec<String>);
 
 impl Secrets {
     /// Those of a request that is about to go upstream.
     pub fn of(provider: &Provider, headers: &HeaderMap, query: Option<&str>) -> Secrets {
-        let of_query = query.unwrap_or_default().split('&').filter_map(|pair| {
-            let (name, value) = pair.split_once('=')?;
-            CREDENTIAL_PARAMETERS
-                .contains(&name)
-                .then(|| value.to_owned())
-        });
-        Secrets {
-            headers: credential_headers(provider)
-                .flat_map(|name: &HeaderName| headers.get_all(name))
-                .cloned()
-                .collect(),
-            parameters: of_query.collect(),
+        let of_headers = credential_headers(provider)
+            .chain(provider.settings.headers.iter().map(|(name, _)| name))
+            .flat_map(|name: &HeaderName| headers.get_all(name))
+            .filter_map(|value| value.to_str().ok()?.rsplit(' ').next());
+        let mut secrets: Vec<String> = of_headers.map(str::to_owned).collect();
+        for value in query_credentials(query.unwrap_or_default()) {
+            // As it was written and as it was meant.
+            let meant = form_urlencoded::parse(value.as_bytes()).next();
+            secrets.extend(meant.map(|(meant, _)| meant.into_owned()));
+            secrets.push(value.to_owned());
         }
+        secrets.retain(|secret| secret.len() >= SHORTEST);
+        Secrets(secrets)
     }
 
     /// The text without them.
     pub fn redact(&self, text: Arc<str>) -> Arc<str> {
-        let of_headers = self.headers.iter().filter_map(|value| value.to_str().ok());
-        // What follows the scheme, so that the key is found without it too.
-        let of_headers = of_headers.filter_map(|value| value.rsplit(' ').next());
-        let mut clean = String::new();
-        for secret in of_headers.chain(self.parameters.iter().map(String::as_str)) {
-            let dirty = if clean.is_empty() { &*text } else { &clean };
-            if secret.len() >= SHORTEST && dirty.contains(secret) {
-                clean = dirty.replace(secret, "[key]");
+        let mut text = text;
+        for secret in &self.0 {
+            if let Some(clean) = without(&text, secret) {
+                text = clean.into();
             }
         }
-        if clean.is_empty() { text } else { clean.into() }
+        text
     }
+}
+
+/// `text` with a word in the place of every `secret`, or of a beginning of it; `None` if it has
+/// none.
+fn without(text: &str, secret: &str) -> Option<String> {
+    let beginning = &secret[..secret.floor_char_boundary(BEGINNING)];
+    let mut clean = String::new();
+    let mut rest = text;
+    while let Some((before, _)) = rest.split_once(beginning) {
+        let found = &rest[before.len()..];
+        let same = found.bytes().zip(secret.bytes());
+        let same = same.take_while(|(said, secret)| said == secret).count();
+        clean.push_str(before);
+        clean.push_str("[key]");
+        rest = &found[found.floor_char_boundary(same)..];
+    }
+    if rest.len() == text.len() {
+        return None;
+    }
+    clean.push_str(rest);
+    Some(clean)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::{Overrides, Settings};
+
+    fn secrets() -> Secrets {
+        let settings = "[[provider]]\nname = \"openai\"\nauth_header = \"x-mine\"\n\
+                        headers = { helicone-auth = \"Bearer canary-of-provider\" }";
+        let settings = Settings::parse(settings, &Overrides::default()).unwrap();
+        let provider = Provider::new(settings.provider("openai").unwrap().clone());
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("authorization", "Bearer sk-canary-0123456789"),
+            ("x-api-key", "x"),
+            ("x-mine", "canary-of-mine"),
+            ("helicone-auth", "Bearer canary-of-provider"),
+            ("user-agent", "canary-agent"),
+        ] {
+            headers.insert(name, value.parse().unwrap());
+        }
+        Secrets::of(&provider, &headers, Some("a=canary-a&key=canary%2Fquery"))
+    }
 
     #[test]
-    fn finds_a_key_with_and_without_its_scheme() {
-        let secrets = Secrets {
-            headers: vec![
-                HeaderValue::from_static("Bearer sk-canary-1"),
-                HeaderValue::from_static("x"),
-            ],
-            parameters: vec!["canary-in-query".to_owned()],
-        };
-        let said = "Incorrect API key provided: sk-canary-1, and canary-in-query. x".into();
+    fn finds_every_credential_with_and_without_its_scheme() {
+        let said = "Incorrect API key: sk-canary-0123456789, Bearer sk-canary-0123456789, \
+                    canary-of-mine, canary-of-provider, canary%2Fquery, canary/query. \
+                    x canary-a canary-agent";
         assert_eq!(
-            &*secrets.redact(said),
-            "Incorrect API key provided: [key], and [key]. x"
+            &*secrets().redact(said.into()),
+            "Incorrect API key: [key], Bearer [key], [key], [key], [key], [key]. x canary-a \
+             canary-agent"
         );
-        assert_eq!(&*secrets.redact("no key here".into()), "no key here");
+        let said: Arc<str> = "no key here".into();
+        assert!(Arc::ptr_eq(&secrets().redact(said.clone()), &said));
+    }
+
+    #[test]
+    fn finds_a_key_that_was_cut_short() {
+        for (said, clean) in [
+            ("key sk-canary-012", "key [key]"),
+            ("key sk-canary-01", "key [key]"),
+            ("key sk-canary-01***ü", "key [key]***ü"),
+            ("key sk-can***789", "key sk-can***789"),
+        ] {
+            assert_eq!(&*secrets().redact(said.into()), clean);
+        }
     }
 }

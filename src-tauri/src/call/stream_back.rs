@@ -37,9 +37,14 @@ pub enum ClientBody {
 /// A finished answer on its way to one client.
 pub struct KeptBody {
     kept: Arc<KeptAnswer>,
-    sent: bool,
+    /// Bytes handed to the connection.
+    sent: usize,
     row: Row,
 }
+
+/// A kept answer goes out in parts of so many bytes: what the connection has taken counts as
+/// received, and it takes no more than its client reads.
+const KEPT_PART: usize = 64 << 10;
 
 /// A place in a shared answer, and for a follower its own row. The leader's row is the shared
 /// call's.
@@ -49,6 +54,9 @@ pub struct SharedBody {
     /// What was handed to the connection has had its chance to be written before the cut.
     flushed: bool,
 }
+
+/// Why a body cannot go on.
+type BodyError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The answer broke off: the connection is closed without its normal end.
 #[derive(Debug, thiserror::Error)]
@@ -122,7 +130,7 @@ pub fn from_kept(
     headers.insert(AGE, HeaderValue::from(now.since(kept.kept_at).as_secs()));
     let body = ClientBody::Kept(KeptBody {
         kept: kept.clone(),
-        sent: false,
+        sent: 0,
         row,
     });
     respond(&kept.head, headers, provider, DedupLabel::Cached, body)
@@ -135,7 +143,7 @@ pub fn call_header(id: CallId) -> HeaderValue {
 
 impl Body for ClientBody {
     type Data = Bytes;
-    type Error = Box<dyn std::error::Error + Send + Sync>;
+    type Error = BodyError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
@@ -154,7 +162,7 @@ impl Body for ClientBody {
     fn is_end_stream(&self) -> bool {
         match self {
             ClientBody::Own(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
-            ClientBody::Kept(body) => body.sent || body.kept.body.is_empty(),
+            ClientBody::Kept(body) => body.is_sent(),
             ClientBody::Shared(body) => body.reader.is_at_end(),
             ClientBody::Passing(body) => body.is_end_stream(),
         }
@@ -165,10 +173,9 @@ impl Body for ClientBody {
             ClientBody::Own(bytes) => {
                 SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
             }
-            ClientBody::Kept(body) if !body.sent => {
-                SizeHint::with_exact(body.kept.body.len() as u64)
+            ClientBody::Kept(body) => {
+                SizeHint::with_exact((body.kept.body.len() - body.sent) as u64)
             }
-            ClientBody::Kept(_) => SizeHint::with_exact(0),
             // The upstream's own content-length, where there is one, stands in the head.
             ClientBody::Shared(_) => SizeHint::default(),
             ClientBody::Passing(body) => body.size_hint(),
@@ -177,17 +184,24 @@ impl Body for ClientBody {
 }
 
 impl KeptBody {
+    fn is_sent(&self) -> bool {
+        self.sent == self.kept.body.len()
+    }
+
     fn next(&mut self) -> Option<Bytes> {
-        if std::mem::replace(&mut self.sent, true) {
+        if self.is_sent() {
             return None;
         }
-        Some(self.kept.body.clone())
+        let body = &self.kept.body;
+        let part = body.slice(self.sent..body.len().min(self.sent + KEPT_PART));
+        self.sent += part.len();
+        Some(part)
     }
 }
 
 impl Drop for KeptBody {
     fn drop(&mut self) {
-        if self.sent || self.kept.body.is_empty() {
+        if self.is_sent() {
             self.kept.received.store(true, Ordering::Release);
             self.row.settle(Outcome::Completed, None);
         }
@@ -195,10 +209,7 @@ impl Drop for KeptBody {
 }
 
 impl SharedBody {
-    fn poll_next(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Box<dyn std::error::Error + Send + Sync>>>> {
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match ready!(self.reader.poll_next(cx)) {
             Next::Chunk(chunk) => Poll::Ready(Some(Ok(Frame::data(chunk)))),
             Next::End => Poll::Ready(None),
@@ -224,9 +235,7 @@ impl Drop for SharedBody {
             row.first_content(came.max(row.began()));
         }
         // Without an account of its own the row says that the client left.
-        if (self.reader.has_read_all() || self.flushed)
-            && let Some(account) = self.reader.account()
-        {
+        if let Some(account) = self.reader.account() {
             row.settle(account.outcome, account.error);
         }
     }

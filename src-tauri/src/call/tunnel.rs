@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use http::header::{CONNECTION, HeaderValue, UPGRADE};
 use http::request::Parts;
-use http::{HeaderMap, Response, StatusCode};
+use http::{Method, Response, StatusCode};
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::io::copy_bidirectional;
 use tracing::debug;
 
-use super::accept::{Connection, check_token};
 use super::error::CallError;
 use super::headers::{remove_cors, remove_hop_by_hop};
 use super::identify::{self, Place};
@@ -20,19 +19,29 @@ use crate::core::Core;
 use crate::provider::clients::describe;
 use crate::store::{Billing, DedupLabel, Outcome};
 
-/// True if the request asks for another protocol on its connection.
-pub fn is_upgrade(headers: &HeaderMap) -> bool {
-    // Clients that offer HTTP/2 in passing (`h2c`) are served as they are.
-    headers
+/// True if the request asks for another protocol on its connection, in the way it must: with
+/// `connection: upgrade` (RFC 9110, 7.8). Others are served as they are, an offer of HTTP/2 in
+/// passing (`h2c`) and one that has a body to bring across too.
+pub fn is_upgrade(parts: &Parts) -> bool {
+    let offers_other = parts
+        .headers
         .get(UPGRADE)
-        .is_some_and(|protocol| !protocol.as_bytes().eq_ignore_ascii_case(b"h2c"))
+        .is_some_and(|protocol| !protocol.as_bytes().eq_ignore_ascii_case(b"h2c"));
+    offers_other
+        && parts.method == Method::GET
+        && parts
+            .headers
+            .get_all(CONNECTION)
+            .iter()
+            .filter_map(|value| value.to_str().ok())
+            .flat_map(|value| value.split(','))
+            .any(|word| word.trim().eq_ignore_ascii_case("upgrade"))
 }
 
 /// Answers an upgrade: 426 on a generation route, so that the client falls back to HTTP, and a
 /// tunnel elsewhere.
 pub async fn answer(
     core: &Arc<Core>,
-    connection: Connection,
     place: Place,
     parts: Parts,
     mut row: Row,
@@ -43,11 +52,11 @@ pub async fn answer(
     let opened = if place.route_of_post().is_generation() {
         Err(CallError::UpgradeRequired)
     } else {
-        open(core, connection, &place, parts, &mut row).await
+        open(core, &place, parts, &mut row).await
     };
     let mut response = match opened {
-        Ok(opened) => opened.serve(row),
-        Err(error) => super::refused(error, dialect, row),
+        Ok(opened) => opened.serve(core, row),
+        Err(error) => super::refused(&error, dialect, row),
     };
     stream_back::mark(&mut response, place.provider(), DedupLabel::Off);
     response
@@ -61,12 +70,10 @@ struct Opened {
 
 async fn open(
     core: &Arc<Core>,
-    connection: Connection,
     place: &Place,
     mut parts: Parts,
     row: &mut Row,
 ) -> Result<Opened, CallError> {
-    check_token(core, connection, place.token_in_path(), &parts.headers)?;
     let provider = place.provider();
     let unreachable = |reason: String| CallError::UpstreamUnreachable {
         provider: provider.name().clone(),
@@ -76,7 +83,14 @@ async fn open(
     let client = parts.extensions.remove::<OnUpgrade>();
     let protocol = parts.headers.get(UPGRADE).cloned();
     identify::keep_end_to_end(&mut parts.headers);
-    identify::dress(core, &place.world, provider, &mut parts.headers).await?;
+    identify::dress(
+        core,
+        &place.world,
+        provider,
+        parts.uri.query(),
+        &mut parts.headers,
+    )
+    .await?;
     if let Some(protocol) = protocol {
         parts
             .headers
@@ -107,7 +121,7 @@ async fn open(
 impl Opened {
     /// Passes the upstream's answer on and, if it changed protocols, carries bytes both ways until
     /// one side closes.
-    fn serve(self, mut row: Row) -> Response<ClientBody> {
+    fn serve(self, core: &Core, mut row: Row) -> Response<ClientBody> {
         let status = self.upstream.status();
         let mut headers = self.upstream.headers().clone();
         let protocol = headers.get(UPGRADE).cloned();
@@ -136,7 +150,9 @@ impl Opened {
             headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
             headers.insert(UPGRADE, protocol);
         }
-        tokio::spawn(async move {
+        let carry = async move {
+            // Unless it comes to an end of its own.
+            row.settle(Outcome::Stopped, None);
             let carried = async {
                 let mut upstream = self
                     .upstream
@@ -146,11 +162,15 @@ impl Opened {
                 let client = client.await.map_err(std::io::Error::other)?;
                 copy_bidirectional(&mut TokioIo::new(client), &mut upstream).await
             };
-            if let Err(error) = carried.await {
-                debug!(%error, "a tunnel broke");
-                row.settle(Outcome::BrokenStream, Some(error.to_string().into()));
+            match carried.await {
+                Ok(_) => row.settle(Outcome::Completed, None),
+                Err(error) => {
+                    debug!(%error, "a tunnel broke");
+                    row.settle(Outcome::BrokenStream, Some(error.to_string().into()));
+                }
             }
-        });
+        };
+        tokio::spawn(core.open_calls.clone().unless_over(carry));
         let mut response = Response::new(ClientBody::Own(None));
         *response.status_mut() = status;
         *response.headers_mut() = headers;

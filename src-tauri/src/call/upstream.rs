@@ -43,7 +43,7 @@ pub enum Failure {
     Error { error: CallError, event: bool },
     /// Nobody listens any more.
     Left,
-    /// The client's own upload broke off.
+    /// The client's own upload broke off or stalled, and the client has been told.
     UploadBroke,
 }
 
@@ -57,12 +57,13 @@ impl From<CallError> for Failure {
 }
 
 impl Failure {
-    /// The same failure, in the middle of an answer that `tap` has read so far.
-    fn after(self, tap: &Tap) -> Failure {
+    /// The same failure, in the middle of an answer that `tap` has read so far. Where the head
+    /// promised a length there is no room for an event.
+    fn after(self, tap: &Tap, is_open_ended: bool) -> Failure {
         match self {
             Failure::Error { error, .. } => Failure::Error {
                 error,
-                event: tap.at_event_boundary(),
+                event: is_open_ended && tap.at_event_boundary(),
             },
             failure => failure,
         }
@@ -177,6 +178,11 @@ impl Deadline {
         self.due = now + limit.span;
     }
 
+    /// Moves the end by a span that does not count.
+    fn put_off(&mut self, span: Duration) {
+        self.due = self.due + span;
+    }
+
     fn poll_over(&mut self, cx: &mut Context<'_>, upload: &Upload) -> Poll<()> {
         while self.sleep.as_mut().poll(cx).is_ready() {
             let now = self.clock.now();
@@ -270,11 +276,23 @@ impl<'a> Attempt<'a> {
             }
         };
         let sending = pin!(lease.client().execute(outgoing));
-        let sent = self.watch(sending).await?;
+        let sent = match self.watch(sending).await {
+            Err(Failure::Error { .. }) if self.upload.starves() => {
+                let limit = self.deadline.limit;
+                return Err(self.upload_broke(CallError::UploadStalled {
+                    limit: limit.span,
+                    setting: limit.setting,
+                }));
+            }
+            sent => sent?,
+        };
         drop(held);
         let response = match sent {
             Ok(response) => response,
-            Err(_) if self.upload.broke() => return Err(Failure::UploadBroke),
+            Err(_) if self.upload.broke() => {
+                let reason = "the connection broke while the request's body came";
+                return Err(self.upload_broke(CallError::BadRequest(reason.to_owned())));
+            }
             Err(error) => return Err(self.send_error(error)),
         };
         if let Timing::Passing { .. } = self.timing
@@ -331,6 +349,7 @@ impl<'a> Attempt<'a> {
             _lease,
         } = answering;
         let status = head.status.as_u16();
+        let is_open_ended = !head.headers.contains_key(CONTENT_LENGTH);
         self.writer.prepare_head(head);
         // Head and first chunk often come together: one wake-up serves both.
         let mut arrived = if body.is_end_stream() {
@@ -348,9 +367,9 @@ impl<'a> Attempt<'a> {
                 Some(frame) => frame,
                 None => match self.next(&mut body).await {
                     Ok(frame) => frame,
-                    // Its readers took every promised byte and left without waiting for the end.
+                    // Its readers took all there was and left without waiting for the end.
                     Err(Failure::Left) if self.writer.has_all() => None,
-                    Err(failure) => return Err(failure.after(&tap)),
+                    Err(failure) => return Err(failure.after(&tap, is_open_ended)),
                 },
             };
             let chunk = match frame {
@@ -360,11 +379,15 @@ impl<'a> Attempt<'a> {
                         provider: self.provider.name().clone(),
                         reason: describe(&error.without_url()),
                     };
-                    return Err(Failure::from(error).after(&tap));
+                    return Err(Failure::from(error).after(&tap, is_open_ended));
                 }
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(chunk) if !chunk.is_empty() => chunk,
-                    Ok(_) | Err(_) => continue, // nothing, or trailers
+                    // Nothing, which the head must not wait behind, or trailers.
+                    Ok(_) | Err(_) => {
+                        self.writer.announce();
+                        continue;
+                    }
                 },
             };
             let now = self.clock.now();
@@ -382,10 +405,16 @@ impl<'a> Attempt<'a> {
                 self.writer.append(chunk.clone());
             }
             tap.feed(&chunk);
+            if tap.saw_end() {
+                self.writer.all_said();
+            }
             if !has_content && tap.has_content() {
                 has_content = true;
                 self.writer.content(now);
-                on_content(now);
+                // The text of a 503 is no content: it must not pass for a probe's success.
+                if status < 400 {
+                    on_content(now);
+                }
             }
             if is_last {
                 return Ok(self.ended(status, framing, tap.finish()));
@@ -401,22 +430,28 @@ impl<'a> Attempt<'a> {
         self.watch(body.frame()).await
     }
 
-    /// Waits until the fastest reader is near; a client that reads slowly is no fault of the
-    /// upstream's, so no deadline runs.
+    /// Waits until the fastest reader is near. A client that reads slowly is no fault of the
+    /// upstream's, so no deadline runs meanwhile.
     async fn room(&mut self) -> Result<(), Failure> {
-        let mut waited = false;
+        let clock = self.clock;
+        let mut began = None;
         poll_fn(|cx| {
             if self.writer.poll_room(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }
-            waited = true;
+            began.get_or_insert_with(|| clock.now());
             self.writer
                 .poll_left(cx, self.linger)
                 .map(|()| Err(Failure::Left))
         })
         .await?;
-        if waited && let Some(limit) = self.timing.between_chunks() {
-            self.deadline.restart(self.clock.now(), limit);
+        let Some(began) = began else {
+            return Ok(());
+        };
+        let now = clock.now();
+        match self.timing.between_chunks() {
+            Some(limit) => self.deadline.restart(now, limit),
+            None => self.deadline.put_off(now.since(began)),
         }
         Ok(())
     }
@@ -443,6 +478,13 @@ impl<'a> Attempt<'a> {
                 setting: limit.setting,
             })),
         }
+    }
+
+    /// Tells the client, if it is still there. To wait for it was not to wait for the upstream, so
+    /// nothing of this is the provider's failure.
+    fn upload_broke(&self, error: CallError) -> Failure {
+        self.writer.fail(error);
+        Failure::UploadBroke
     }
 
     fn send_error(&self, error: reqwest::Error) -> Failure {
@@ -532,6 +574,8 @@ pub struct Upload {
     chunks: AtomicU64,
     seen: AtomicU64,
     broke: AtomicBool,
+    /// The upstream would take more than the client has sent.
+    starves: AtomicBool,
 }
 
 impl Upload {
@@ -543,6 +587,10 @@ impl Upload {
 
     fn broke(&self) -> bool {
         self.broke.load(Ordering::Relaxed)
+    }
+
+    fn starves(&self) -> bool {
+        self.starves.load(Ordering::Relaxed)
     }
 }
 
@@ -565,7 +613,10 @@ impl http_body::Body for UploadBody {
         if let Some(chunk) = self.read.next() {
             return Poll::Ready(Some(Ok(Frame::data(chunk))));
         }
-        let frame = std::task::ready!(Pin::new(&mut self.rest).poll_frame(cx));
+        let polled = Pin::new(&mut self.rest).poll_frame(cx);
+        let starves = polled.is_pending();
+        self.upload.starves.store(starves, Ordering::Relaxed);
+        let frame = std::task::ready!(polled);
         if matches!(frame, Some(Err(_))) {
             self.upload.broke.store(true, Ordering::Relaxed);
         }
@@ -590,5 +641,242 @@ impl http_body::Body for UploadBody {
             hint.set_upper(upper + read);
         }
         hint
+    }
+}
+
+/// Long waits, on a clock that leaps. Real sockets do not go with one: it leaps to the next timer
+/// whenever nothing else is to be done, and bytes on their way through the kernel are nothing it
+/// knows of. So these begin where the HTTP client ends: at a future for the answer's head, and at
+/// a body in memory.
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures_util::stream;
+    use http::{HeaderMap, HeaderValue, StatusCode};
+
+    use super::super::answer::{Answer, Next, Reader};
+    use super::*;
+    use crate::settings::{Overrides, Settings};
+
+    const MINUTE: Duration = Duration::from_secs(60);
+    const EVENT: &str = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"w\"}}]}\n\n";
+    const DONE: &str = "data: [DONE]\n\n";
+
+    fn provider(name: &str) -> Provider {
+        let settings = Settings::parse("", &Overrides::default()).expect("the defaults");
+        Provider::new(settings.provider(name).expect("shipped").clone())
+    }
+
+    /// The setting that ended a call, if one did.
+    fn ended_by<T>(result: Result<T, Failure>) -> Option<&'static str> {
+        match result {
+            Ok(_) => None,
+            Err(Failure::Error {
+                error: CallError::UpstreamTimeout { setting, .. },
+                ..
+            }) => Some(setting),
+            Err(_) => panic!("not a timeout"),
+        }
+    }
+
+    /// A body whose chunks come so long after one another.
+    fn body(chunks: Vec<(Duration, Bytes)>) -> reqwest::Body {
+        let chunks = stream::unfold(chunks.into_iter(), async |mut chunks| {
+            let (gap, chunk) = chunks.next()?;
+            tokio::time::sleep(gap).await;
+            Some((Ok::<_, Infallible>(chunk), chunks))
+        });
+        reqwest::Body::wrap_stream(chunks)
+    }
+
+    fn events(count: usize, gap: Duration) -> Vec<(Duration, Bytes)> {
+        let mut events = vec![(gap, Bytes::from_static(EVENT.as_bytes())); count];
+        events.push((gap, Bytes::from_static(DONE.as_bytes())));
+        events
+    }
+
+    fn answering(provider: &Provider, framing: Framing, body: reqwest::Body) -> Answering {
+        let content_type = match framing {
+            Framing::Sse => "text/event-stream",
+            _ => "application/json",
+        };
+        let content_type = HeaderValue::from_static(content_type);
+        Answering {
+            head: Head {
+                status: StatusCode::OK,
+                headers: HeaderMap::from_iter([(CONTENT_TYPE, content_type)]),
+                length: None,
+            },
+            body,
+            tap: Tap::new(Route::ChatCompletions, framing, Encoding::Identity, 200),
+            framing,
+            _lease: provider.clients.lease().expect("a client"),
+        }
+    }
+
+    /// Reads to the end, after a pause before each chunk.
+    async fn read(reader: Reader, pause: Duration) -> Next {
+        loop {
+            tokio::time::sleep(pause).await;
+            match poll_fn(|cx| reader.poll_next(cx)).await {
+                Next::Chunk(_) => {}
+                end => return end,
+            }
+        }
+    }
+
+    /// Relays a body to a reader that pauses before each chunk; how it went, and how long it took.
+    async fn relayed(
+        name: &str,
+        framing: Framing,
+        chunks: Vec<(Duration, Bytes)>,
+        pause: Duration,
+    ) -> (Result<Ended, Failure>, Duration) {
+        let provider = provider(name);
+        let clock = Clock::Tokio;
+        // The clock's origin is that of a test beside this one, which may have begun a moment
+        // later.
+        tokio::time::advance(MINUTE).await;
+        let (writer, reader) = Answer::begin(false);
+        let mut linger = Linger::new(Duration::ZERO);
+        assert!(writer.sending());
+        let began = clock.now();
+        let relaying = async {
+            let streaming = framing == Framing::Sse;
+            let route = Route::ChatCompletions;
+            let mut attempt =
+                Attempt::new(&provider, route, streaming, &writer, &mut linger, clock);
+            let answering = answering(&provider, framing, body(chunks));
+            let result = attempt.relay(answering, |_| {}).await;
+            let took = clock.now().since(began);
+            // The reader goes on to the end of what there is.
+            let account = Account {
+                outcome: Outcome::Completed,
+                error: None,
+            };
+            writer.finish(super::super::answer::Ending::Whole, account);
+            (result, took)
+        };
+        let (relayed, end) = tokio::join!(relaying, read(reader, pause));
+        assert!(matches!(end, Next::End), "{end:?}");
+        relayed
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_starts_after_nine_minutes_is_not_cut_where_it_is_local() {
+        let table = [
+            ("ollama", true, 9 * MINUTE, None),
+            ("ollama", false, 9 * MINUTE, None),
+            ("llama-cpp", true, 9 * MINUTE, None),
+            ("lm-studio", true, 9 * MINUTE, None),
+            ("ollama", true, 11 * MINUTE, Some("limits.timeout_secs")),
+            ("openai", true, 119 * MINUTE / 60, None),
+            (
+                "openai",
+                true,
+                121 * MINUTE / 60,
+                Some("limits.timeout_secs"),
+            ),
+            ("openai", false, 9 * MINUTE, None),
+            (
+                "openai",
+                false,
+                11 * MINUTE,
+                Some("limits.unstreamed_timeout_secs"),
+            ),
+        ];
+        for (name, streaming, after, cut) in table {
+            let provider = provider(name);
+            let (writer, _reader) = Answer::begin(false);
+            let mut linger = Linger::new(Duration::ZERO);
+            let mut attempt = Attempt::new(
+                &provider,
+                Route::ChatCompletions,
+                streaming,
+                &writer,
+                &mut linger,
+                Clock::Tokio,
+            );
+            let head = attempt.watch(pin!(tokio::time::sleep(after))).await;
+            assert_eq!(ended_by(head), cut, "{name} after {after:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_of_an_hour_is_not_cut() {
+        for (count, gap) in [(60, MINUTE), (7, 9 * MINUTE), (3600, MINUTE / 60)] {
+            // The first byte of a stream has a limit of its own.
+            let mut chunks = events(count, gap);
+            chunks[0].0 = MINUTE;
+            let (result, took) = relayed("openai", Framing::Sse, chunks, Duration::ZERO).await;
+            assert!(took >= 60 * MINUTE, "{took:?}");
+            let Ok(ended) = result else {
+                panic!("cut: {:?}", ended_by(result));
+            };
+            assert_eq!(ended.account.outcome, Outcome::Completed);
+            assert_eq!(ended.health, Health::Success);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn ten_minutes_of_silence_in_a_stream_are_enough() {
+        let mut chunks = events(3, MINUTE);
+        chunks[2].0 = 10 * MINUTE + Duration::from_secs(1);
+        let (result, took) = relayed("openai", Framing::Sse, chunks, Duration::ZERO).await;
+        let event = matches!(result, Err(Failure::Error { event: true, .. }));
+        assert!(event, "between two events there is room for one more");
+        assert_eq!(ended_by(result), Some("limits.idle_secs"));
+        let expected = 12 * MINUTE;
+        assert!(
+            (expected..expected + MINUTE / 60).contains(&took),
+            "{took:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_whole_answer_has_its_time_as_a_whole() {
+        let parts = |gap| {
+            vec![
+                (gap, Bytes::from_static(b"{")),
+                (gap, Bytes::from_static(b"}")),
+            ]
+        };
+        let (result, _) = relayed("openai", Framing::Json, parts(4 * MINUTE), MINUTE / 60).await;
+        assert_eq!(ended_by(result), None);
+        let (result, took) = relayed("openai", Framing::Json, parts(6 * MINUTE), MINUTE / 60).await;
+        assert_eq!(ended_by(result), Some("limits.unstreamed_timeout_secs"));
+        assert!((10 * MINUTE..11 * MINUTE).contains(&took), "{took:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_spent_waiting_for_a_slow_reader_is_not_the_upstreams() {
+        for framing in [Framing::Sse, Framing::Json] {
+            // Each waits until the reader has taken the one before.
+            let chunk = Bytes::from(vec![b' '; 2 << 20]);
+            let chunks = vec![(MINUTE, chunk); 6];
+            let (result, took) = relayed("openai", framing, chunks, 30 * MINUTE).await;
+            assert_eq!(ended_by(result), None, "{framing:?}");
+            assert!(took >= 120 * MINUTE, "{took:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upstream_that_is_silent_after_its_reader_was_slow_is_cut() {
+        let chunk = Bytes::from(vec![b' '; 2 << 20]);
+        for (framing, setting, left) in [
+            (Framing::Sse, "limits.idle_secs", 10 * MINUTE),
+            (Framing::Json, "limits.unstreamed_timeout_secs", 9 * MINUTE),
+        ] {
+            let chunks = vec![(MINUTE, chunk.clone()), (60 * MINUTE, chunk.clone())];
+            let (result, took) = relayed("openai", framing, chunks, 30 * MINUTE).await;
+            assert_eq!(ended_by(result), Some(setting));
+            // The chunk, until the reader takes it, and what was left of the limit then.
+            let expected = 30 * MINUTE + left;
+            assert!(
+                (expected..expected + MINUTE / 60).contains(&took),
+                "{took:?}"
+            );
+        }
     }
 }

@@ -33,7 +33,14 @@ pub struct CallsArgs {
     /// Only calls since then: 2h, 7d, 2026-11-30, "2026-11-30 14:00" or 2026-11-30T14:00:00Z.
     ///
     /// A date or a time without a zone is local.
-    #[arg(long, env = "TRAYGATE_CALLS_SINCE", value_name = "WHEN", value_parser = parse_since)]
+    // Hyphens, so that `-2h` is told what to write instead.
+    #[arg(
+        long,
+        env = "TRAYGATE_CALLS_SINCE",
+        value_name = "WHEN",
+        value_parser = parse_since,
+        allow_hyphen_values = true
+    )]
     pub since: Option<Since>,
 
     /// Only calls to this provider; * and ? stand for any characters.

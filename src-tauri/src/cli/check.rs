@@ -72,11 +72,16 @@ impl Finding {
 ///
 /// # Errors
 /// Only if nothing could be checked or told.
-pub fn run(config: &Path, data_dir: &Path, out: &mut impl Write) -> anyhow::Result<ExitCode> {
+pub fn run(
+    config: &Path,
+    data_dir: &Path,
+    overrides: &Overrides,
+    out: &mut impl Write,
+) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let findings = runtime.block_on(check(config, data_dir));
+    let findings = runtime.block_on(check(config, data_dir, overrides));
     // A check that hangs, in the keyring or in a folder on the network, is not waited for.
     runtime.shutdown_background();
     for finding in &findings {
@@ -86,8 +91,8 @@ pub fn run(config: &Path, data_dir: &Path, out: &mut impl Write) -> anyhow::Resu
     Ok(ExitCode::from(u8::from(wrong)))
 }
 
-async fn check(config: &Path, data_dir: &Path) -> Vec<Finding> {
-    let (mut findings, settings) = settings(config);
+async fn check(config: &Path, data_dir: &Path, overrides: &Overrides) -> Vec<Finding> {
+    let (mut findings, settings) = settings(config, overrides);
     findings.push(data_folder(data_dir));
     let database = data_dir.join(DATABASE_FILE);
     let (database, keyring, ports, providers) = tokio::join!(
@@ -105,9 +110,9 @@ async fn check(config: &Path, data_dir: &Path) -> Vec<Finding> {
 }
 
 /// What the file says; where it is refused, the rest is checked with the defaults.
-fn settings(config: &Path) -> (Vec<Finding>, Settings) {
+fn settings(config: &Path, overrides: &Overrides) -> (Vec<Finding>, Settings) {
     let place = config.display();
-    match Settings::load(config, &Overrides::default()) {
+    match Settings::load(config, overrides) {
         Ok(settings) => {
             let finding = Finding::well(if config.exists() {
                 format!("settings in {place}")
@@ -126,7 +131,7 @@ fn settings(config: &Path) -> (Vec<Finding>, Settings) {
                 Finding::wrong(format!("settings in {place}: {error}")),
                 Finding::note("what follows is checked with the default settings"),
             ];
-            let defaults = Settings::parse("", &Overrides::default());
+            let defaults = Settings::parse("", overrides);
             (findings, defaults.expect("an empty file is the defaults"))
         }
     }
@@ -581,10 +586,11 @@ mod tests {
     fn a_refused_file_is_wrong_and_the_rest_goes_on() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.toml");
-        let (findings, _) = settings(&path);
+        let none = Overrides::default();
+        let (findings, _) = settings(&path, &none);
         assert_eq!(findings[0].level, Level::Well);
         std::fs::write(&path, "[server]\nport = \"x\"").unwrap();
-        let (findings, settings) = settings(&path);
+        let (findings, settings) = settings(&path, &none);
         assert_eq!(findings[0].level, Level::Wrong);
         assert!(
             findings[0].text.contains("line 2, [server] port"),

@@ -5,8 +5,11 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use tokio::runtime::Builder;
-use tracing::{info, warn};
-use tracing_subscriber::EnvFilter;
+use tracing::{Level, info, warn};
+use tracing_subscriber::filter::{EnvFilter, FilterExt as _, LevelFilter, filter_fn};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{Layer as _, fmt};
 
 use super::check::port_owner;
 use super::{Places, ServeArgs};
@@ -18,17 +21,22 @@ use crate::run::{Options, Running, StartError, start};
 const TAKEN: u8 = 2;
 
 pub fn run(places: &Places, args: &ServeArgs) -> anyhow::Result<ExitCode> {
-    tracing_subscriber::fmt()
-        .with_env_filter(log_filter(&args.log)?)
+    // The libraries never say more than `info`, whatever the filter: their traces hold headers, and
+    // headers hold keys.
+    let no_traces =
+        filter_fn(|event| *event.level() <= Level::INFO || event.target().starts_with("traygate"));
+    let no_traces = no_traces.with_max_level_hint(LevelFilter::TRACE);
+    let lines = fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
-        .init();
+        .with_filter(log_filter(&args.log)?.and(no_traces));
+    tracing_subscriber::registry().with(lines).init();
     raise_descriptor_limit();
     let options = Options {
         settings: places.settings(&args.overrides())?,
         data_dir: places.data_dir()?,
         clock: Clock::Boot,
-        use_keyring: true,
+        keys: None,
     };
     let mut runtime = Builder::new_multi_thread();
     runtime.enable_all();
@@ -37,37 +45,34 @@ pub fn run(places: &Places, args: &ServeArgs) -> anyhow::Result<ExitCode> {
     }
     let runtime = runtime.build().context("the runtime cannot start")?;
     let code = runtime.block_on(async {
+        // Before anything is told: whoever reads that it listens may stop it at once.
+        let mut signals = Signals::new().context("signals cannot be waited for")?;
         let running = match start(options).await {
             Ok(running) => running,
             Err(error) => {
                 eprintln!("traygate: {}", explain(&error));
-                return ExitCode::from(TAKEN);
+                return Ok(ExitCode::from(TAKEN));
             }
         };
         greet(&running);
-        serve_until_stopped(running).await;
-        ExitCode::SUCCESS
+        serve_until_stopped(running, &mut signals).await;
+        Ok(ExitCode::SUCCESS)
     });
     // Nothing is left that has to be waited for; a keyring's answer may still be.
     runtime.shutdown_background();
-    Ok(code)
+    code
 }
 
-/// A bare level is about Traygate itself. The HTTP libraries never say more than `info`: their
-/// traces hold headers, and headers hold keys.
+/// A bare level is about Traygate itself.
 fn log_filter(text: &str) -> anyhow::Result<EnvFilter> {
-    let is_level = text.parse::<tracing::Level>().is_ok();
+    let is_level = text.parse::<Level>().is_ok();
     let filter = if is_level {
         format!("warn,traygate={text}")
     } else {
         text.to_owned()
     };
-    let mut filter = EnvFilter::try_new(filter)
-        .with_context(|| format!("--log {text:?} is neither a level nor a filter"))?;
-    for library in ["h2", "hyper", "hyper_util", "reqwest", "rustls", "tower"] {
-        filter = filter.add_directive(format!("{library}=info").parse()?);
-    }
-    Ok(filter)
+    EnvFilter::try_new(filter)
+        .with_context(|| format!("--log {text:?} is neither a level nor a filter"))
 }
 
 /// Every stream holds two descriptors, and the usual limit of 1,024 is soon reached.
@@ -109,8 +114,7 @@ fn greet(running: &Running) {
         out,
         "traygate {} is listening on http://{address}\n\n\
          Try it, no key needed:\n\n  \
-         curl http://{address}/v1/chat/completions -H 'content-type: application/json' \\\n    \
-         -d '{{\"model\":\"demo\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
+         curl http://{address}/v1/chat/completions -H 'content-type: application/json' -d '{{\"model\":\"demo\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
         env!("CARGO_PKG_VERSION"),
     );
     for warning in running.warnings() {
@@ -120,47 +124,51 @@ fn greet(running: &Running) {
 }
 
 /// The first signal lets calls in flight finish, a second one ends at once.
-async fn serve_until_stopped(running: Running) {
-    let mut signals = Signals::new();
+async fn serve_until_stopped(running: Running, signals: &mut Signals) {
     signals.next().await;
-    let store = running.core().store.clone();
     info!("stopping: calls in flight may finish; a second signal ends at once");
-    tokio::select! {
-        cut = running.shut_down() => {
-            if cut > 0 {
-                warn!(cut, "calls were still running after drain_secs and have been cut");
-            }
-        }
-        () = signals.next() => {
-            warn!("stopping at once");
-            let _ = tokio::task::spawn_blocking(move || store.close()).await;
-        }
+    let cut = running.shut_down_or(signals.next()).await;
+    if cut > 0 {
+        warn!(cut, "calls were still running and have been cut");
     }
 }
 
-/// SIGTERM, SIGINT and their kin.
+/// What tells a program to end. A signal that comes while nobody waits for it is not lost.
+#[cfg(unix)]
 struct Signals {
-    #[cfg(unix)]
-    term: Option<tokio::signal::unix::Signal>,
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
 }
 
+#[cfg(unix)]
 impl Signals {
-    fn new() -> Signals {
-        Signals {
-            #[cfg(unix)]
-            term: tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).ok(),
-        }
+    fn new() -> std::io::Result<Signals> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
     }
 
     async fn next(&mut self) {
-        #[cfg(unix)]
-        if let Some(term) = &mut self.term {
-            tokio::select! {
-                _ = term.recv() => {}
-                _ = tokio::signal::ctrl_c() => {}
-            }
-            return;
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
         }
-        let _ = tokio::signal::ctrl_c().await;
+    }
+}
+
+/// Ctrl-C. One that comes while nobody waits for it is not lost.
+#[cfg(windows)]
+struct Signals(tokio::signal::windows::CtrlC);
+
+#[cfg(windows)]
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        tokio::signal::windows::ctrl_c().map(Signals)
+    }
+
+    async fn next(&mut self) {
+        let _ = self.0.recv().await;
     }
 }

@@ -1,6 +1,6 @@
 //! The HTTP clients of one provider, made when they are first needed.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -50,8 +50,17 @@ struct Recipe {
     connect: Duration,
     ca_file: Option<PathBuf>,
     loopback: bool,
+    /// The base URL's host, where it is a name of this machine.
+    local_name: Option<String>,
     tls: bool,
 }
+
+/// Where a name of this machine is looked for. Some servers listen on one family only, and the
+/// system's own list often knows `localhost` in one only. Port 0 stands for the URL's.
+const BOTH_LOOPBACKS: [SocketAddr; 2] = [
+    SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
+    SocketAddr::new(IpAddr::V6(Ipv6Addr::LOCALHOST), 0),
+];
 
 /// A client and the call's place on it; dropping it frees the place.
 pub struct Lease {
@@ -77,6 +86,11 @@ impl Clients {
                 connect: settings.limits.connect,
                 ca_file: settings.ca_file.clone(),
                 loopback: is_loopback(&settings.base_url),
+                local_name: settings
+                    .base_url
+                    .domain()
+                    .filter(|name| is_local_name(name))
+                    .map(str::to_owned),
                 tls: settings.base_url.scheme() == "https",
             },
             slots: Mutex::default(),
@@ -159,6 +173,9 @@ impl Recipe {
         if self.loopback {
             builder = builder.no_proxy();
         }
+        if let Some(name) = &self.local_name {
+            builder = builder.resolve_to_addrs(name, &BOTH_LOOPBACKS);
+        }
         if !self.tls {
             // Reading the system's certificates takes milliseconds and memory.
             builder = builder.tls_certs_only([]);
@@ -187,19 +204,20 @@ fn read_certificates(path: &PathBuf) -> Result<Vec<Certificate>, ClientError> {
 
 /// True for an address on this machine: it is never reached through a proxy.
 pub fn is_loopback(url: &Url) -> bool {
+    // Connecting to the unspecified address reaches this machine.
+    let is_here = |ip: IpAddr| ip.is_loopback() || ip.is_unspecified();
     match url.host() {
-        Some(Host::Ipv4(ip)) => ip.is_loopback(),
-        Some(Host::Ipv6(ip)) => {
-            ip.is_loopback() || ip.to_ipv4_mapped().is_some_and(|ip| ip.is_loopback())
-        }
-        Some(Host::Domain(name)) => {
-            let name = name.trim_end_matches('.');
-            name.eq_ignore_ascii_case("localhost")
-                || name.to_ascii_lowercase().ends_with(".localhost")
-                || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
-        }
+        Some(Host::Ipv4(ip)) => is_here(ip.into()),
+        Some(Host::Ipv6(ip)) => is_here(IpAddr::V6(ip).to_canonical()),
+        Some(Host::Domain(name)) => is_local_name(name),
         None => false,
     }
+}
+
+/// `localhost` and what is under it, which no resolver may look up elsewhere (RFC 6761, 6.3).
+fn is_local_name(name: &str) -> bool {
+    let name = name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
+    name == "localhost" || name.ends_with(".localhost")
 }
 
 /// An error and its causes in a line, without the address, which may hold a key.

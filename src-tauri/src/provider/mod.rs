@@ -6,9 +6,11 @@ pub mod demo;
 pub mod recovery;
 pub mod state;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use http::HeaderValue;
+use url::Url;
 
 use self::clients::Clients;
 use self::state::ProviderState;
@@ -23,7 +25,13 @@ pub struct Provider {
     pub label: HeaderValue,
     pub clients: Clients,
     pub state: Arc<ProviderState>,
+    /// The upstream addresses of the few paths that most calls have: parsing one costs as much as
+    /// hashing a small body. std RwLock: never held across an await.
+    addresses: RwLock<HashMap<Box<str>, Url>>,
 }
+
+/// Paths whose addresses are kept.
+const KEPT_ADDRESSES: usize = 32;
 
 impl Provider {
     pub fn new(settings: ProviderSettings) -> Provider {
@@ -34,12 +42,45 @@ impl Provider {
                 .unwrap_or_else(|_| HeaderValue::from_static("provider")),
             clients: Clients::new(&settings),
             state,
+            addresses: RwLock::default(),
             settings,
         }
     }
 
     pub fn name(&self) -> &Arc<str> {
         &self.settings.name
+    }
+
+    /// The upstream address of a client's path and query; `is_known`: the path is one of few.
+    ///
+    /// # Errors
+    /// Path and base make no URL.
+    pub fn address(
+        &self,
+        path: &str,
+        query: Option<&str>,
+        is_known: bool,
+    ) -> Result<Url, url::ParseError> {
+        if !is_known || query.is_some() {
+            return Url::parse(&self.base.join(path, query));
+        }
+        let kept = self
+            .addresses
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(address) = kept.get(path) {
+            return Ok(address.clone());
+        }
+        drop(kept);
+        let address = Url::parse(&self.base.join(path, None))?;
+        let mut kept = self
+            .addresses
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < KEPT_ADDRESSES {
+            kept.insert(path.into(), address.clone());
+        }
+        Ok(address)
     }
 
     /// The dialect of paths that do not tell by themselves.

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use traygate::clock::Clock;
+use traygate::keys::Keys;
 use traygate::run::{Options, Running, start};
 use traygate::settings::{Overrides, Settings};
 use traygate::store::queries::{CallFilter, CallRow, Reader};
@@ -58,6 +59,11 @@ impl App {
 
     /// Starts on a folder that may hold an earlier record.
     pub async fn start_in(folder: TempDir, settings: &str) -> App {
+        App::start_with(folder, settings, Keys::empty()).await
+    }
+
+    /// The same, with these keys as the keyring's.
+    pub async fn start_with(folder: TempDir, settings: &str, keys: Keys) -> App {
         let overrides = Overrides {
             port: Some(0),
             ..Overrides::default()
@@ -70,7 +76,7 @@ impl App {
             settings,
             data_dir: folder.path().to_owned(),
             clock: Clock::Boot,
-            use_keyring: false,
+            keys: Some(keys),
         })
         .await
         .expect("Traygate starts");

@@ -5,6 +5,8 @@
 
 pub mod app;
 pub mod client;
+#[cfg(unix)]
+pub mod process;
 pub mod upstream;
 mod wire;
 
