@@ -144,7 +144,6 @@ async fn a_client_that_leaves_in_mid_upload_makes_no_call() {
 }
 
 #[tokio::test]
-#[ignore = "the record says `refused`: call/error.rs has no error yet whose outcome is `client_left`"]
 async fn a_client_that_leaves_while_its_body_is_read_is_on_record_as_one_that_left() {
     let up = Upstream::chatting().await;
     let app = App::before(&up).await;

@@ -267,8 +267,9 @@ mod tests {
 
     impl Bench {
         async fn new() -> Bench {
-            // The clock's origin is that of a test beside this one, which may have begun a moment
-            // later.
+            // The clock's origin may be that of a test beside this one, which began a moment later:
+            // it is asked before time leaps, and looked at well after that.
+            let _ = Clock::Tokio.now();
             tokio::time::advance(60 * SECOND).await;
             let folder = tempfile::tempdir().expect("a scratch folder");
             let text = "[limits]\nconcurrency = 2\nqueue_secs = 300\n\

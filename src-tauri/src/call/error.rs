@@ -38,6 +38,8 @@ pub enum CallError {
     BadRequest(String),
     #[error("{0}")]
     TooLarge(String),
+    #[error("the connection broke while the request's body came")]
+    UploadBroke,
     #[error(
         "the request's body stopped coming for {} before it was whole ({setting})",
         seconds(*limit)
@@ -114,9 +116,10 @@ impl CallError {
         match self {
             CallError::HostForbidden(_) | CallError::OriginForbidden(_) => "origin_forbidden",
             CallError::AccessDenied | CallError::NoKey(..) => "access_denied",
-            CallError::BadRequest(_) | CallError::TooLarge(_) | CallError::UploadStalled { .. } => {
-                "bad_request"
-            }
+            CallError::BadRequest(_)
+            | CallError::TooLarge(_)
+            | CallError::UploadBroke
+            | CallError::UploadStalled { .. } => "bad_request",
             CallError::ModeRefuse => "mode_refuse",
             CallError::NoProvider { .. } => "no_provider",
             CallError::NothingHere { .. } => "not_found",
@@ -135,7 +138,7 @@ impl CallError {
         match self {
             CallError::HostForbidden(_) | CallError::OriginForbidden(_) => StatusCode::FORBIDDEN,
             CallError::AccessDenied | CallError::NoKey(..) => StatusCode::UNAUTHORIZED,
-            CallError::BadRequest(_) => StatusCode::BAD_REQUEST,
+            CallError::BadRequest(_) | CallError::UploadBroke => StatusCode::BAD_REQUEST,
             CallError::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             CallError::UploadStalled { .. } => StatusCode::REQUEST_TIMEOUT,
             CallError::NoProvider { .. } | CallError::NothingHere { .. } => StatusCode::NOT_FOUND,
@@ -158,6 +161,7 @@ impl CallError {
             CallError::UpstreamUnreachable { .. } => Outcome::UpstreamError,
             CallError::UpstreamTimeout { .. } => Outcome::Timeout,
             CallError::UpstreamBroke { .. } => Outcome::BrokenStream,
+            CallError::UploadBroke => Outcome::ClientLeft,
             CallError::Internal => Outcome::InternalError,
             _ => Outcome::Refused,
         }

@@ -2,6 +2,8 @@
 //! upstream, and whether its answer may be shared.
 
 use std::borrow::Cow;
+use std::error::Error;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,7 +108,8 @@ pub struct Place {
     path: String,
     pub route: Route,
     pub dialect: Dialect,
-    tool: Arc<str>,
+    /// From the path; else it is the row's already.
+    tool: Option<Arc<str>>,
 }
 
 /// Reads the address.
@@ -143,7 +146,7 @@ pub fn locate(world: Arc<World>, parts: &Parts) -> Result<Place, CallError> {
         is_bare: named.is_none(),
         route: Route::of(&parts.method, path),
         dialect: dialect_of(path, &parts.headers, Some(&provider)),
-        tool: tool_name(tool, &parts.headers),
+        tool: tool.and_then(tool_in_path),
         path: path.to_owned(),
         provider,
         world,
@@ -183,7 +186,9 @@ impl Place {
     pub fn name_in(&self, row: &mut Row, parts: &Parts) {
         row.identify(|start| {
             start.provider = self.provider.name().clone();
-            start.tool = self.tool.clone();
+            if let Some(tool) = &self.tool {
+                start.tool = tool.clone();
+            }
             start.route = match self.route.name() {
                 Some(name) => Cow::Borrowed(name),
                 None => Cow::Owned(format!("{} {}", parts.method, self.path)),
@@ -292,7 +297,7 @@ async fn prepare(
     }
     let sharing = read.body_hash.and_then(|body_hash| {
         let dedup = &place.world.settings.dedup;
-        let mode = sharing_mode(dedup, &place.tool, model.as_deref(), &read.facts);
+        let mode = sharing_mode(dedup, row.tool(), model.as_deref(), &read.facts);
         (mode != DedupMode::Off && !wants.nothing_shared).then(|| Sharing {
             key: request_key(&provider, &parts.method, &url, &parts.headers, &body_hash),
             mode,
@@ -461,9 +466,7 @@ async fn read_body(
     let mut read: Vec<Bytes> = Vec::new();
     let mut total = 0u64;
     while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|_| {
-            CallError::BadRequest("the connection broke while the request's body came".to_owned())
-        })?;
+        let frame = frame.map_err(|error| upload_error(&error))?;
         let Ok(chunk) = frame.into_data() else {
             continue;
         };
@@ -498,6 +501,19 @@ async fn read_body(
         body_hash: Some(hash.finalize().into()),
         body: RequestBody::Whole { bytes, held },
     })
+}
+
+/// Why a request's body came to no end: its client has left, or it cannot be read.
+pub fn upload_error(error: &hyper::Error) -> CallError {
+    let reason = error
+        .source()
+        .and_then(<dyn Error>::downcast_ref::<io::Error>);
+    match reason.map(io::Error::kind) {
+        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData) => CallError::BadRequest(
+            "the request's body is not framed as its headers say; send it again".to_owned(),
+        ),
+        _ => CallError::UploadBroke,
+    }
 }
 
 /// Waits until so many bytes may be held; nothing is read from the socket meanwhile.
@@ -801,14 +817,16 @@ fn billing(provider: &Provider, headers: &HeaderMap) -> Billing {
 
 // --- The tool ---------------------------------------------------------------------------------
 
-/// The tool that calls: from the path, else the tag header, else the User-Agent.
-pub fn tool_name(in_path: Option<&str>, headers: &HeaderMap) -> Arc<str> {
-    let tag = || headers.get(TAG).and_then(|tag| tag.to_str().ok());
-    if let Some(name) = in_path
-        .or_else(tag)
-        .map(str::trim)
-        .filter(|name| !name.is_empty())
-    {
+/// The tool that the path names.
+fn tool_in_path(name: &str) -> Option<Arc<str>> {
+    let name = clean_name(name.trim());
+    (!name.is_empty()).then(|| name.into())
+}
+
+/// The tool that calls, as far as the headers tell: by its tag, else by its User-Agent.
+pub fn tool_name(headers: &HeaderMap) -> Arc<str> {
+    let tag = headers.get(TAG).and_then(|tag| tag.to_str().ok());
+    if let Some(name) = tag.map(str::trim).filter(|name| !name.is_empty()) {
         return clean_name(name).into();
     }
     let agent = headers
@@ -877,12 +895,11 @@ mod tests {
         for (agent, tool) in table {
             let mut headers = HeaderMap::new();
             headers.insert(USER_AGENT, HeaderValue::from_static(agent));
-            assert_eq!(&*tool_name(None, &headers), tool, "{agent}");
-            assert_eq!(&*tool_name(Some("aider"), &headers), "aider");
+            assert_eq!(&*tool_name(&headers), tool, "{agent}");
             headers.insert(TAG, HeaderValue::from_static("my-agent"));
-            assert_eq!(&*tool_name(None, &headers), "my-agent");
+            assert_eq!(&*tool_name(&headers), "my-agent");
         }
-        assert_eq!(&*tool_name(None, &HeaderMap::new()), "unknown");
+        assert_eq!(&*tool_name(&HeaderMap::new()), "unknown");
     }
 
     #[test]

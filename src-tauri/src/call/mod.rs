@@ -118,7 +118,7 @@ fn new_row(core: &Core, parts: &Parts) -> Row {
         provider: "".into(),
         route: Cow::Borrowed(""),
         model: None,
-        tool: identify::tool_name(None, &parts.headers),
+        tool: identify::tool_name(&parts.headers),
         billing: Billing::Metered,
         streaming: false,
         dedup: DedupLabel::Off,
@@ -398,14 +398,16 @@ impl SharedCall {
     /// No answer, or half of one.
     fn fail(mut self, failure: Failure, leave: Option<Leave>) {
         let now = self.clock().now();
-        let (error, event) = match failure {
-            Failure::Error { error, event } => (error, event),
+        let (error, event, health) = match failure {
+            Failure::Error { error, event } => (error, event, Health::Failure),
+            // To wait for the client was not to wait for the upstream.
+            Failure::Upload(error) => (error, false, Health::Abandoned),
             // Nobody is left to be told: the row and the breakers say so by themselves.
-            Failure::Left | Failure::UploadBroke => return,
+            Failure::Left => return,
         };
         let told: Arc<str> = error.to_string().into();
         if let Some(leave) = leave {
-            leave.settle(Health::Failure, Some(&told), now);
+            leave.settle(health, Some(&told), now);
         }
         let outcome = error.outcome();
         self.settle(outcome, Some(told.clone()));

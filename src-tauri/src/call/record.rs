@@ -52,6 +52,10 @@ impl Row {
         self.id
     }
 
+    pub fn tool(&self) -> &str {
+        self.start.as_ref().map_or("", |start| &start.tool)
+    }
+
     pub fn began(&self) -> Moment {
         self.began
     }

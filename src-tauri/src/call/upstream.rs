@@ -3,8 +3,8 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use tokio::time::Sleep;
 use super::answer::{Account, Head, Linger, Writer};
 use super::error::CallError;
 use super::headers::{remove_cors, remove_hop_by_hop};
-use super::identify::{RequestBody, UpstreamRequest};
+use super::identify::{RequestBody, UpstreamRequest, upload_error};
 use crate::clock::{Clock, Moment};
 use crate::policy::routing::Route;
 use crate::policy::tap::{Encoding, Framing, Reading, Tap};
@@ -43,8 +43,8 @@ pub enum Failure {
     Error { error: CallError, event: bool },
     /// Nobody listens any more.
     Left,
-    /// The client's own upload broke off or stalled, and the client has been told.
-    UploadBroke,
+    /// The client's own upload broke off, stalled, or cannot be read.
+    Upload(CallError),
 }
 
 impl From<CallError> for Failure {
@@ -279,7 +279,7 @@ impl<'a> Attempt<'a> {
         let sent = match self.watch(sending).await {
             Err(Failure::Error { .. }) if self.upload.starves() => {
                 let limit = self.deadline.limit;
-                return Err(self.upload_broke(CallError::UploadStalled {
+                return Err(Failure::Upload(CallError::UploadStalled {
                     limit: limit.span,
                     setting: limit.setting,
                 }));
@@ -287,13 +287,10 @@ impl<'a> Attempt<'a> {
             sent => sent?,
         };
         drop(held);
-        let response = match sent {
-            Ok(response) => response,
-            Err(_) if self.upload.broke() => {
-                let reason = "the connection broke while the request's body came";
-                return Err(self.upload_broke(CallError::BadRequest(reason.to_owned())));
-            }
-            Err(error) => return Err(self.send_error(error)),
+        let response = match (sent, self.upload.broke.get()) {
+            (Ok(response), _) => response,
+            (Err(_), Some(error)) => return Err(Failure::Upload(error.clone())),
+            (Err(error), None) => return Err(self.send_error(error)),
         };
         if let Timing::Passing { .. } = self.timing
             && let Some(limit) = self.timing.between_chunks()
@@ -480,13 +477,6 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Tells the client, if it is still there. To wait for it was not to wait for the upstream, so
-    /// nothing of this is the provider's failure.
-    fn upload_broke(&self, error: CallError) -> Failure {
-        self.writer.fail(error);
-        Failure::UploadBroke
-    }
-
     fn send_error(&self, error: reqwest::Error) -> Failure {
         if error.is_connect() && error.is_timeout() {
             return Failure::from(CallError::UpstreamTimeout {
@@ -573,7 +563,7 @@ impl<'a> Attempt<'a> {
 pub struct Upload {
     chunks: AtomicU64,
     seen: AtomicU64,
-    broke: AtomicBool,
+    broke: OnceLock<CallError>,
     /// The upstream would take more than the client has sent.
     starves: AtomicBool,
 }
@@ -583,10 +573,6 @@ impl Upload {
     fn moved(&self) -> bool {
         let chunks = self.chunks.load(Ordering::Relaxed);
         self.seen.swap(chunks, Ordering::Relaxed) != chunks
-    }
-
-    fn broke(&self) -> bool {
-        self.broke.load(Ordering::Relaxed)
     }
 
     fn starves(&self) -> bool {
@@ -617,8 +603,8 @@ impl http_body::Body for UploadBody {
         let starves = polled.is_pending();
         self.upload.starves.store(starves, Ordering::Relaxed);
         let frame = std::task::ready!(polled);
-        if matches!(frame, Some(Err(_))) {
-            self.upload.broke.store(true, Ordering::Relaxed);
+        if let Some(Err(error)) = &frame {
+            self.upload.broke.get_or_init(|| upload_error(error));
         }
         Poll::Ready(frame)
     }
@@ -735,8 +721,9 @@ mod tests {
     ) -> (Result<Ended, Failure>, Duration) {
         let provider = provider(name);
         let clock = Clock::Tokio;
-        // The clock's origin is that of a test beside this one, which may have begun a moment
-        // later.
+        // The clock's origin may be that of a test beside this one, which began a moment later: it
+        // is asked before time leaps, and looked at well after that.
+        let _ = clock.now();
         tokio::time::advance(MINUTE).await;
         let (writer, reader) = Answer::begin(false);
         let mut linger = Linger::new(Duration::ZERO);

@@ -9,12 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use reqwest::redirect;
 use rusqlite::{Connection, OpenFlags};
-use url::{Host, Url};
 
 use crate::clock::Clock;
 use crate::keys::{self, ACCESS_TOKEN, KeyError, KeyState};
+use crate::provider::clients::Clients;
 use crate::settings::{
     KeySource, Overrides, ProviderKind, ProviderSettings, Settings, SettingsError,
 };
@@ -305,10 +304,12 @@ async fn is_traygate(address: SocketAddr, owner: Option<&str>) -> bool {
     if let Some(owner) = owner {
         return owner.starts_with("traygate (");
     }
-    let Ok(client) = client(true, None) else {
+    let Ok(client) = reqwest::Client::builder().no_proxy().build() else {
         return false;
     };
-    let health = client.get(format!("http://{address}/traygate/health"));
+    let health = client
+        .get(format!("http://{address}/traygate/health"))
+        .timeout(REACH_LIMIT);
     match health.send().await {
         Ok(response) => response
             .text()
@@ -395,12 +396,13 @@ async fn provider(provider: &ProviderSettings) -> Finding {
         return Finding::well(format!("{name} is built in"));
     }
     let place = &provider.base_url;
-    let client = match client(is_loopback(place), provider.ca_file.as_deref()) {
+    // As calls go out: the same resolver, proxies and certificates.
+    let client = match Clients::new(provider).fresh_connections() {
         Ok(client) => client,
-        Err(reason) => return Finding::wrong(format!("{name}: {reason}")),
+        Err(error) => return Finding::wrong(format!("{name}: {error}")),
     };
     let began = Clock::Boot.now();
-    match client.get(place.clone()).send().await {
+    match client.get(place.clone()).timeout(REACH_LIMIT).send().await {
         Ok(response) => {
             let status = response.status().as_u16();
             let took = (Clock::Boot.now() - began).as_millis();
@@ -416,39 +418,6 @@ async fn provider(provider: &ProviderSettings) -> Finding {
             let why = reason(&error);
             Finding::wrong(format!("{name} cannot be reached at {place}: {why}"))
         }
-    }
-}
-
-/// As calls go out: through the system's proxy, but never to this machine.
-fn client(loopback: bool, ca_file: Option<&Path>) -> Result<reqwest::Client, String> {
-    let mut builder = reqwest::Client::builder()
-        .timeout(REACH_LIMIT)
-        .redirect(redirect::Policy::none());
-    if loopback {
-        builder = builder.no_proxy();
-    }
-    if let Some(path) = ca_file {
-        let place = path.display();
-        let pem = std::fs::read(path)
-            .map_err(|error| format!("its ca_file {place} cannot be read: {error}"))?;
-        let certificates = reqwest::Certificate::from_pem_bundle(&pem)
-            .map_err(|_| format!("its ca_file {place} is not a PEM file of certificates"))?;
-        if certificates.is_empty() {
-            return Err(format!("its ca_file {place} has no certificate in it"));
-        }
-        builder = builder.tls_certs_merge(certificates);
-    }
-    builder
-        .build()
-        .map_err(|error| format!("no connection can be made: {}", reason(&error)))
-}
-
-fn is_loopback(url: &Url) -> bool {
-    match url.host() {
-        Some(Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
-        Some(Host::Ipv4(address)) => address.is_loopback(),
-        Some(Host::Ipv6(address)) => address.is_loopback(),
-        None => false,
     }
 }
 
@@ -534,11 +503,11 @@ mod tests {
         let path = folder.path().join("ca.pem");
         let mut mine = at("https://127.0.0.1:1");
         mine.ca_file = Some(path.clone());
-        assert!(provider(&mine).await.text.contains("cannot be read"));
+        assert!(provider(&mine).await.text.contains("cannot be used"));
         std::fs::write(&path, "hello").unwrap();
         let finding = provider(&mine).await;
         assert!(
-            finding.text.contains("has no certificate in it"),
+            finding.text.contains("there is no PEM certificate in it"),
             "{finding:?}"
         );
     }

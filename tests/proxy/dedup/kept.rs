@@ -437,6 +437,23 @@ async fn answers_over_8_mb_are_not_kept() {
             "{size}"
         );
     }
+    // A stream is read along event by event, however long it is.
+    for (parts, expected) in [(7, "cached"), (9, "miss")] {
+        let text = "x".repeat(1 << 20);
+        let up = Upstream::start(move |_| {
+            let mut events = vec![chat_events(1)[0].replace("w0", &text); parts];
+            events.extend_from_slice(&chat_events(0));
+            Reply::sse(events)
+        })
+        .await;
+        let app = App::before(&up).await;
+        let request = App::chat_request(FORMS[1].1);
+        assert_eq!(
+            second(&app, &request).await,
+            expected,
+            "{parts} MB streamed"
+        );
+    }
 }
 
 /// Together they stay within `max_mb`; the newest stay longest.
