@@ -69,9 +69,11 @@ impl Clock {
                     std::sync::OnceLock::new();
                 #[expect(clippy::disallowed_methods, reason = "this is the clock")]
                 let now = tokio::time::Instant::now();
-                // A paused test may run beside others: the origin lies well before any of them.
+                // A paused test may run beside others, whose clocks began earlier or later.
                 let origin = *ORIGIN.get_or_init(|| now);
-                Moment(Duration::from_secs(1 << 32) + now.saturating_duration_since(origin))
+                let since = now.saturating_duration_since(origin);
+                let until = origin.saturating_duration_since(now);
+                Moment(Duration::from_secs(1 << 32) + since - until)
             }
         }
     }

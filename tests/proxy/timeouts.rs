@@ -459,17 +459,20 @@ async fn any_byte_resets_the_idle_limit() {
     }
 }
 
-/// More than all the sockets on the way hold, so that the upstream has to wait for the client.
+/// More than lies between Traygate and a client that does not read, so that it has to wait before
+/// it may read on from the upstream.
 const MUCH: usize = 24 << 20;
 
 /// Asks, takes the head, then reads nothing for longer than the limits allow the upstream, and
 /// then all.
-async fn read_late(app: &App, up: &Upstream, request: Outgoing, pause: Duration) -> Answer {
+async fn read_late(app: &App, dialect: Dialect, request: Outgoing, pause: Duration) -> Answer {
     let mut client = Client::reading_little(app.addr(), 4096).await;
     client.send(request).await;
     let head = client.head().await;
     tokio::time::sleep(pause).await;
-    assert_eq!(up.in_flight(), 1, "the upstream is held up");
+    // The upstream may be done: what the system takes in for Traygate can be a lot.
+    let in_flight = pool_of(app, dialect).snapshot().in_flight;
+    assert_eq!(in_flight, 1, "there is more to be read");
     client.rest(head).await
 }
 
@@ -498,7 +501,7 @@ async fn a_client_that_reads_slowly_is_never_timed_out() {
                     [breaker]\nfailures = 1\n[dedup]\nenabled = false\n";
     let app = App::with(&up, settings).await;
     for request in [dialect.stream(), dialect.call()] {
-        let answer = read_late(&app, &up, request, 6.secs()).await;
+        let answer = read_late(&app, dialect, request, 6.secs()).await;
         assert_eq!((answer.status(), answer.end), (200, BodyEnd::Clean));
         assert!(answer.bytes().len() > MUCH);
     }
@@ -518,7 +521,7 @@ async fn a_client_that_reads_slowly_does_not_hide_a_dead_upstream() {
     })
     .await;
     let app = App::with(&up, &with_limits("idle_secs = 1")).await;
-    let answer = read_late(&app, &up, dialect.stream(), 2.secs()).await;
+    let answer = read_late(&app, dialect, dialect.stream(), 2.secs()).await;
     let text = assert_cut(&answer);
     assert!(text[MUCH..].contains("limits.idle_secs"));
     up.wait_until_closed(0).await;

@@ -40,6 +40,19 @@ pub struct Account {
     pub error: Option<Arc<str>>,
 }
 
+/// A chunk up to this many bytes is copied out of the connection's read buffer. A slice would pin
+/// all of it, 8 kB and more, for as long as the answer goes on: the HTTP library then takes a
+/// fresh buffer for every event of a stream.
+const COPIED_CHUNK: usize = 16 << 10;
+
+fn own_bytes(chunk: Bytes) -> Bytes {
+    if chunk.len() <= COPIED_CHUNK {
+        Bytes::copy_from_slice(&chunk)
+    } else {
+        chunk
+    }
+}
+
 /// How an answer's body ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -225,6 +238,7 @@ impl Writer {
 
     /// Hands a chunk to every reader.
     pub fn append(&self, chunk: Bytes) {
+        let chunk = own_bytes(chunk);
         let mut state = self.0.lock();
         state.push(chunk);
         state.wake_readers();
@@ -233,6 +247,7 @@ impl Writer {
     /// Puts the last chunk down: [`Writer::finish`] hands it on together with the end, so that
     /// whoever has the whole answer finds everything else done.
     pub fn hold(&self, chunk: Bytes) {
+        let chunk = own_bytes(chunk);
         let mut state = self.0.lock();
         state.push(chunk);
         state.holding = true;
@@ -306,8 +321,14 @@ impl Writer {
             }
             (state.head.clone()?, size, state.chunks.clone())
         };
-        // A chunk may be a slice of a larger read buffer, which a kept answer must not pin: copy,
-        // with no reader held up meanwhile.
+        if let [only] = chunks.as_slices().0
+            && only.len() == size
+            && size <= COPIED_CHUNK
+        {
+            return Some((head, only.clone()));
+        }
+        // A larger chunk may be a slice of a still larger read buffer, which a kept answer must
+        // not pin: copy, with no reader held up meanwhile.
         let mut body = Vec::with_capacity(size);
         for chunk in &chunks {
             body.extend_from_slice(chunk);

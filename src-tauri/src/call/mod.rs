@@ -331,16 +331,19 @@ impl SharedCall {
         if !self.route.is_guarded() {
             return Ok(None);
         }
+        let began = self.clock().now();
         let waiting = Leave::wait(&self.core, &self.provider, model);
+        let left = std::future::poll_fn(|cx| self.writer.poll_left(cx, &mut self.linger));
         let leave = tokio::select! {
             biased;
-            leave = waiting => leave?,
-            () = std::future::poll_fn(|cx| self.writer.poll_left(cx, &mut self.linger)) => {
-                return Err(Failure::Left);
-            }
+            leave = waiting => leave.map_err(Failure::from),
+            () = left => Err(Failure::Left),
         };
-        self.row.queued(leave.queued);
-        Ok(Some(leave))
+        self.row.queued(match &leave {
+            Ok(leave) => leave.queued,
+            Err(_) => self.clock().now().since(began),
+        });
+        leave.map(Some)
     }
 
     async fn attempt(
