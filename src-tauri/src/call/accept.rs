@@ -100,7 +100,7 @@ pub async fn check_token(
     if connection.local.to_canonical().is_loopback() {
         return Ok(());
     }
-    super::identify::key_is_read(&core.keys, ACCESS_TOKEN).await;
+    super::credential::key_is_read(&core.keys, ACCESS_TOKEN).await;
     let Some(token) = core.keys.access_token() else {
         return Err(CallError::AccessDenied);
     };
@@ -111,7 +111,7 @@ pub async fn check_token(
     let in_path = in_path.and_then(|rest| rest.split('/').next());
     let mut sent = in_path
         .into_iter()
-        .chain(super::identify::credentials(&request.headers));
+        .chain(super::credential::credentials(&request.headers));
     if sent.any(matches) {
         Ok(())
     } else {

@@ -1,4 +1,5 @@
-//! Which headers concern one hop or one exchange only, and so are not passed on or not shared.
+//! Which headers concern one hop, one side or one exchange only, and so are not passed on or not
+//! shared.
 
 use http::header::{CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderName, TRANSFER_ENCODING};
 
@@ -74,5 +75,86 @@ pub fn remove_cors(headers: &mut HeaderMap) {
         .collect();
     for name in cors {
         headers.remove(name);
+    }
+}
+
+/// Takes off what concerns only this hop or only the local side.
+pub fn keep_end_to_end(headers: &mut HeaderMap) {
+    remove_hop_by_hop(headers);
+    let local: Vec<HeaderName> = headers
+        .keys()
+        .filter(|name| is_local(name.as_str()))
+        .cloned()
+        .collect();
+    for name in local {
+        headers.remove(name);
+    }
+}
+
+/// Headers of the local side that no provider is to see. `content-length` is set anew from the
+/// body.
+fn is_local(name: &str) -> bool {
+    matches!(
+        name,
+        "host"
+            | "origin"
+            | "cookie"
+            | "referer"
+            | "expect"
+            | "content-length"
+            | "forwarded"
+            | "via"
+            | "x-real-ip"
+            | "http2-settings"
+    ) || [
+        "x-traygate-",
+        "x-forwarded-",
+        "sec-fetch-",
+        "sec-ch-",
+        "access-control-request-",
+    ]
+    .iter()
+    .any(|prefix| name.starts_with(prefix))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+
+    #[test]
+    fn local_headers_stay_here() {
+        let mut headers = HeaderMap::new();
+        for name in [
+            "host",
+            "origin",
+            "cookie",
+            "referer",
+            "x-forwarded-for",
+            "x-traygate-tag",
+            "sec-fetch-mode",
+            "connection",
+            "x-hop",
+            "te",
+            "proxy-authorization",
+            "keep-alive",
+            "x-app",
+            "anthropic-beta",
+            "anthropic-dangerous-direct-browser-access",
+        ] {
+            headers.insert(HeaderName::from_static(name), HeaderValue::from_static("x"));
+        }
+        headers.insert("connection", HeaderValue::from_static("keep-alive, X-Hop"));
+        keep_end_to_end(&mut headers);
+        let mut left: Vec<&str> = headers.keys().map(HeaderName::as_str).collect();
+        left.sort_unstable();
+        assert_eq!(
+            left,
+            [
+                "anthropic-beta",
+                "anthropic-dangerous-direct-browser-access",
+                "x-app"
+            ]
+        );
     }
 }

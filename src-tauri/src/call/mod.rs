@@ -12,16 +12,19 @@
 pub mod accept;
 pub mod answer;
 pub mod breaker;
+pub mod credential;
 pub mod dedup;
 pub mod error;
 mod headers;
 pub mod identify;
 pub mod pool;
+pub mod read_body;
 pub mod record;
 mod redact;
 pub mod stream_back;
 #[cfg(test)]
 mod tests;
+mod tool;
 mod tunnel;
 mod upstream;
 
@@ -118,7 +121,7 @@ fn new_row(core: &Core, parts: &Parts) -> Row {
         provider: "".into(),
         route: Cow::Borrowed(""),
         model: None,
-        tool: identify::tool_name(&parts.headers),
+        tool: tool::tool_name(&parts.headers),
         billing: Billing::Metered,
         streaming: false,
         dedup: DedupLabel::Off,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderName};
 use url::form_urlencoded;
 
-use super::identify::{credential_headers, query_credentials};
+use super::credential::{credential_headers, query_credentials};
 use crate::provider::Provider;
 
 /// Shorter ones are placeholders, and would be found inside words.

@@ -10,9 +10,10 @@ use hyper_util::rt::TokioIo;
 use tokio::io::copy_bidirectional;
 use tracing::debug;
 
+use super::credential::dress;
 use super::error::CallError;
-use super::headers::{remove_cors, remove_hop_by_hop};
-use super::identify::{self, Place};
+use super::headers::{keep_end_to_end, remove_cors, remove_hop_by_hop};
+use super::identify::Place;
 use super::record::Row;
 use super::stream_back::{self, ClientBody};
 use crate::core::Core;
@@ -82,8 +83,8 @@ async fn open(
     let url = place.url(provider, parts.uri.query())?;
     let client = parts.extensions.remove::<OnUpgrade>();
     let protocol = parts.headers.get(UPGRADE).cloned();
-    identify::keep_end_to_end(&mut parts.headers);
-    identify::dress(
+    keep_end_to_end(&mut parts.headers);
+    dress(
         core,
         &place.world,
         provider,

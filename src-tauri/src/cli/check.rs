@@ -1,6 +1,5 @@
 //! `traygate check`: looks at everything that Traygate needs, and says what is wrong.
 
-use std::error::Error;
 use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::Path;
@@ -13,7 +12,7 @@ use rusqlite::{Connection, OpenFlags};
 
 use crate::clock::Clock;
 use crate::keys::{self, ACCESS_TOKEN, KeyError, KeyState};
-use crate::provider::clients::Clients;
+use crate::provider::clients::{Clients, describe};
 use crate::settings::{
     KeySource, Overrides, ProviderKind, ProviderSettings, Settings, SettingsError,
 };
@@ -421,16 +420,11 @@ async fn provider(provider: &ProviderSettings) -> Finding {
     }
 }
 
-/// The innermost cause says what happened; those around it say that something did.
 fn reason(error: &reqwest::Error) -> String {
     if error.is_timeout() {
         return format!("no answer within {} seconds", REACH_LIMIT.as_secs());
     }
-    let mut cause: &dyn Error = error;
-    while let Some(inner) = cause.source() {
-        cause = inner;
-    }
-    cause.to_string()
+    describe(error)
 }
 
 /// Away from the threads that the network runs on.

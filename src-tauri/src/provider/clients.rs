@@ -220,25 +220,23 @@ fn is_local_name(name: &str) -> bool {
     name == "localhost" || name.ends_with(".localhost")
 }
 
-/// An error and its causes in a line, without the address, which may hold a key.
+/// The innermost cause of an error in words, without the address, which may hold a key: the outer
+/// layers only say that sending failed.
 pub fn describe(error: &dyn std::error::Error) -> String {
-    let mut causes = Vec::new();
-    let mut next = Some(error);
-    while let Some(error) = next {
-        causes.push(error);
-        next = error.source();
+    let mut cause = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
     }
-    // The outer layers only say that sending failed; the innermost says why.
-    let told: Vec<String> = causes
-        .iter()
-        .rev()
-        .take(2)
-        .rev()
-        .map(ToString::to_string)
-        .collect();
-    match told.as_slice() {
-        [outer, inner] if outer.contains(inner.as_str()) => outer.clone(),
-        [_, inner] if inner.len() > 3 => inner.clone(),
-        told => told.join(": "),
+    let told = cause.to_string();
+    // What the HTTP library says of a connection that closed too early.
+    let too_early = [
+        "unexpected EOF",
+        "end of file before message length reached",
+        "connection closed before message completed",
+    ];
+    if too_early.iter().any(|words| told.contains(words)) {
+        "the connection closed too early".to_owned()
+    } else {
+        told
     }
 }

@@ -68,7 +68,7 @@ async fn is_alive(core: &Core, provider: &Provider) -> bool {
     let mut request = client
         .get(provider.base.join(provider.model_list(), None))
         .timeout(CHECK_LIMIT);
-    if let Some((name, value)) = crate::call::identify::own_credential(core, provider) {
+    if let Some((name, value)) = crate::call::credential::own_credential(core, provider) {
         request = request.header(name, value);
     }
     for (name, value) in &provider.settings.headers {
