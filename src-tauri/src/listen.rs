@@ -213,7 +213,8 @@ fn serve_connection(
     let connection = Connection { local: local.ip() };
     let core = core.clone();
     let service = service_fn(move |request| {
-        let answer = call::answer(core.clone(), connection, request);
+        // Boxed, since the connection moves it about and it is some kilobytes.
+        let answer = Box::pin(call::answer(core.clone(), connection, request));
         async move { Ok::<_, std::convert::Infallible>(answer.await) }
     });
     let server = auto::Builder::new(TokioExecutor::new());

@@ -25,6 +25,9 @@ const KEPT_ANSWER: usize = 8 << 20;
 /// The cache makes room now and then, after hundreds of answers; after one over this many bytes,
 /// at once.
 const LARGE_ANSWER: usize = 64 << 10;
+/// Answers for which the index has room from the start: growing means to hash all of them anew,
+/// in some call's time.
+const KEPT_AT_FIRST: usize = 16 << 10;
 /// What a kept answer costs beside its body and headers: map entry and bookkeeping. Bytes, about.
 const KEPT_OVERHEAD: usize = 512;
 /// What a header costs beside its value. Bytes, about.
@@ -113,6 +116,7 @@ impl Dedup {
         Dedup {
             flights: Mutex::default(),
             kept: Cache::builder()
+                .initial_capacity(KEPT_AT_FIRST)
                 .max_capacity(max_bytes)
                 .weigher(|_, kept: &Arc<KeptAnswer>| {
                     u32::try_from(kept.weight()).unwrap_or(u32::MAX)

@@ -224,7 +224,8 @@ async fn proxy(
             };
             call.row.open(label);
             // pool → breaker → budget → upstream → record
-            let shared_call = make_the_call(core.clone(), call, writer, flight);
+            // Boxed before it is wrapped and spawned: it is some kilobytes, and each would copy it.
+            let shared_call = Box::pin(make_the_call(core.clone(), call, writer, flight));
             tokio::spawn(core.open_calls.clone().unless_over(shared_call));
             lead(reader, id, label, &provider, dialect).await
         }

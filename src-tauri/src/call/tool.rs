@@ -30,6 +30,10 @@ pub fn tool_name(headers: &HeaderMap) -> Arc<str> {
 }
 
 fn clean_name(name: &str) -> String {
+    let is_plain = |byte: u8| matches!(byte, b' '..=b'~');
+    if name.len() <= TOOL_BYTES && name.bytes().all(is_plain) {
+        return name.to_owned();
+    }
     let is_fine = |c: &char| !c.is_control();
     let mut clean = String::new();
     for c in name.chars().filter(is_fine) {
