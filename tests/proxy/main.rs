@@ -10,6 +10,7 @@ mod pool;
 mod record;
 mod routes;
 mod safety;
+mod scenarios;
 mod support;
 mod timeouts;
 mod uploads;

@@ -1,5 +1,5 @@
-//! Five stories as the people who call see them, with an SDK's own retries, in a tenth of the time
-//! or less: the herd, the fan-out, the outage, the hang, the crowd of streams.
+//! Five stories as the people who call see them, with an SDK's own retries: the herd, the fan-out,
+//! the outage, the hang, the crowd of streams. `scripts/bench scenarios` tells them in full length.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -22,7 +22,7 @@ const EVENTS: usize = 19;
 /// with a shorter pause.
 struct Sdk {
     client: Client,
-    /// Where its user stops to think over the first event of a stream.
+    /// Where it waits with the first event of a stream read, and no more.
     stop: Option<Gate>,
 }
 
@@ -141,8 +141,7 @@ impl Attempt {
     }
 }
 
-/// The text an SDK's user gets out of an answer, streamed or not. A stream without its `[DONE]`
-/// has none.
+/// The text an SDK's user gets out of a whole answer, streamed or not.
 fn text_of(answer: &Answer) -> String {
     let body = answer.text();
     if answer.header("content-type") != Some("text/event-stream") {
@@ -316,7 +315,7 @@ async fn a_herd_costs_one_call() {
         let mut came = now();
         word.open();
         if stream {
-            // All have the first event while the provider holds the others back.
+            // All have the first event while the provider still holds the others back.
             rest.reached_by(HERD + 1).await;
             came = now();
             rest.open();
@@ -492,7 +491,8 @@ async fn a_hang_costs_nobody_more_than_the_timeout_and_ends_when_the_provider_is
 
     up.set_handler(|_| Reply::hang());
     let hung = now();
-    // Others call without waiting for one another, until one of them is refused.
+    // Others call without waiting for one another, until one of them is refused: every tenth of a
+    // second, so that some wait side by side when it opens.
     let mut calling = JoinSet::new();
     let mut calls: Vec<Call> = Vec::new();
     must("the breaker to open", async {
