@@ -194,7 +194,12 @@ impl Places {
     fn settings(&self, overrides: &Overrides) -> anyhow::Result<Settings> {
         let file = self.config()?;
         // A folder that cannot be written is no reason not to serve: the defaults hold.
-        let _ = write_default(&file);
+        if write_default(&file).unwrap_or(false) {
+            eprintln!(
+                "traygate: wrote the settings file {}, which says what can be set",
+                file.display()
+            );
+        }
         Ok(Settings::load(&file, overrides)?)
     }
 }

@@ -1,21 +1,26 @@
 //! Starts the core and its listeners, and stops them again.
 
 use std::future::{Future, pending};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tracing::warn;
+use url::Url;
 
 use crate::clock::Clock;
 use crate::core::{Core, Phase};
 use crate::keys::Keys;
 use crate::listen::{ListenError, Listeners};
+use crate::provider::clients::is_loopback;
 use crate::provider::demo::Demo;
 use crate::settings::{KeySource, ProviderKind, Settings};
 use crate::store::{Store, StoreError};
+
+/// How long a keyring may take before it is said that there is no access token in it.
+const KEYRING_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long the end waits for the rows of calls that were cut.
 const LAST_ROWS: Duration = Duration::from_secs(3);
@@ -38,6 +43,10 @@ pub enum StartError {
     Listen(#[from] ListenError),
     #[error("the built-in demo provider cannot listen on a loopback port: {0}")]
     Demo(std::io::Error),
+    #[error(
+        "provider {provider:?} has Traygate's own address as its base_url ({base_url}), so that every call would come back for ever; correct it in config.toml"
+    )]
+    Loop { provider: Arc<str>, base_url: Url },
 }
 
 /// A running Traygate. Dropping it ends it at once.
@@ -59,6 +68,7 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     // The folder first: a second process on it must not come as far as the port.
     let store = Store::open(&options.data_dir, options.clock)?;
     let listeners = Listeners::bind(settings.server.port, &settings.server.host)?;
+    refuse_loops(&settings, listeners.port())?;
     let demo = Demo::start().await.map_err(StartError::Demo)?;
     point_at_demo(&mut settings, demo.addr());
     let keys = match options.keys {
@@ -68,9 +78,13 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     let drain = settings.server.drain;
     let core = Arc::new(Core::new(settings, store, keys, options.clock));
     let address = listeners.address();
-    let warnings = listeners.warnings.clone();
+    let mut warnings = listeners.warnings.clone();
+    warnings.extend(settings_warnings(&core.world().settings));
     for warning in &warnings {
         warn!("{warning}");
+    }
+    if !core.world().settings.server.host.is_empty() {
+        tokio::spawn(warn_without_token(core.keys.clone()));
     }
     let serving = tokio::spawn(listeners.serve(core.clone()));
     Ok(Running {
@@ -81,6 +95,59 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
         serving,
         _demo: demo,
     })
+}
+
+/// A call to oneself goes round until every descriptor is used up.
+fn refuse_loops(settings: &Settings, port: u16) -> Result<(), StartError> {
+    let is_own = |url: &Url| {
+        let host_is_own = is_loopback(url)
+            || url
+                .host_str()
+                .and_then(|host| host.parse().ok())
+                .is_some_and(|ip: IpAddr| settings.server.host.contains(&ip));
+        host_is_own && url.port_or_known_default() == Some(port)
+    };
+    match settings
+        .providers
+        .iter()
+        .find(|provider| is_own(&provider.base_url))
+    {
+        Some(provider) => Err(StartError::Loop {
+            provider: provider.name.clone(),
+            base_url: provider.base_url.clone(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// What was set and cannot work, or does nothing.
+fn settings_warnings(settings: &Settings) -> Vec<String> {
+    let mut warnings: Vec<String> = settings
+        .not_in_effect()
+        .into_iter()
+        .map(str::to_owned)
+        .collect();
+    for provider in &settings.providers {
+        if let KeySource::Env(name) = &provider.key
+            && std::env::var_os(name).is_none()
+        {
+            warnings.push(format!(
+                "provider {:?} takes its key from the environment variable {name}, which is not set",
+                provider.name
+            ));
+        }
+    }
+    warnings
+}
+
+/// Callers from elsewhere are all refused until there is a token, and would not know why.
+async fn warn_without_token(keys: Keys) {
+    keys.ready(KEYRING_PATIENCE).await;
+    if keys.access_token().is_none() {
+        warn!(
+            "server.host is set and there is no access token: calls from there are refused until `traygate key set access-token` has been run"
+        );
+    }
 }
 
 fn point_at_demo(settings: &mut Settings, address: SocketAddr) {

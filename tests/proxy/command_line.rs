@@ -1023,7 +1023,10 @@ async fn calls_narrowed_by_each_filter() {
         assert_eq!(seen, models, "{filter:?}");
     }
     let none = home.run(&["calls", "--outcome", "open"]).await;
-    assert_eq!(none.stdout, "No calls on record match.\n");
+    assert_eq!(
+        none.stdout,
+        "No calls on record match (a call is on record a moment after its end).\n"
+    );
 }
 
 #[tokio::test]

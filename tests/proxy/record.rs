@@ -182,7 +182,7 @@ async fn every_outcome_is_on_record_with_all_its_fields() {
                 502,
                 "upstream_error",
                 false,
-                "broke before an answer",
+                "gave no answer that can be read",
             ),
         ),
         (

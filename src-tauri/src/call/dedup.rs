@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use http::{HeaderMap, HeaderValue};
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use moka::Expiry;
 use moka::policy::EvictionPolicy;
 use moka::sync::Cache;
 
-use super::answer::{Answer, Head, Reader, Writer};
-use super::headers::remove_exchange;
+use super::answer::{Answer, Reader, Writer};
+use super::headers::is_of_one_exchange;
 use crate::clock::Moment;
 use crate::policy::fingerprint::RequestKey;
 use crate::settings::DedupMode;
@@ -56,7 +56,9 @@ pub enum Role {
 
 /// A finished answer.
 pub struct KeptAnswer {
-    pub head: Head,
+    pub status: StatusCode,
+    /// Those that others may have.
+    pub headers: Vec<(HeaderName, HeaderValue)>,
     pub body: Bytes,
     pub kept_at: Moment,
     window: Duration,
@@ -64,20 +66,27 @@ pub struct KeptAnswer {
     pub received: Arc<AtomicBool>,
 }
 
-/// A copy that holds its own bytes: the values of an answer's head are slices of the connection's
-/// read buffer, which a kept answer must not pin.
-fn compact(headers: &HeaderMap) -> HeaderMap {
-    let own = |value: &HeaderValue| HeaderValue::from_bytes(value.as_bytes());
-    headers
-        .iter()
-        .filter_map(|(name, value)| Some((name.clone(), own(value).ok()?)))
-        .collect()
+/// A copy of what others may have, with bytes of its own: the values of an answer's head are slices
+/// of the connection's read buffer, which a kept answer must not pin.
+fn own_headers(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
+    let shared = || {
+        let all = headers.iter();
+        all.filter(|(name, _)| !is_of_one_exchange(name.as_str()))
+    };
+    let mut values = BytesMut::with_capacity(shared().map(|(_, value)| value.len()).sum());
+    shared().for_each(|(_, value)| values.extend_from_slice(value.as_bytes()));
+    let mut values = values.freeze();
+    let own = |(name, value): (&HeaderName, &HeaderValue)| {
+        let own = HeaderValue::from_maybe_shared(values.split_to(value.len()));
+        Some((name.clone(), own.ok()?))
+    };
+    shared().filter_map(own).collect()
 }
 
 impl KeptAnswer {
     /// Bytes, about.
     fn weight(&self) -> usize {
-        let headers = self.head.headers.iter();
+        let headers = self.headers.iter();
         let headers = headers.map(|(_, value)| value.len() + KEPT_HEADER);
         self.body.len() + headers.sum::<usize>() + KEPT_OVERHEAD
     }
@@ -166,16 +175,12 @@ impl Dedup {
         let Some((head, body)) = writer.whole(KEPT_ANSWER) else {
             return;
         };
-        let mut head = Head {
-            headers: compact(&head.headers),
-            ..*head
-        };
-        remove_exchange(&mut head.headers);
         let is_large = body.len() > LARGE_ANSWER;
         self.kept.insert(
             sharing.key,
             Arc::new(KeptAnswer {
-                head,
+                status: head.status,
+                headers: own_headers(&head.headers),
                 body,
                 kept_at: now,
                 window: sharing.window,
@@ -272,6 +277,7 @@ mod tests {
 
     use super::super::answer::{Account, Ending};
     use super::*;
+    use crate::call::answer::Head;
     use crate::store::Outcome;
 
     const HOUR: Duration = Duration::from_secs(3600);

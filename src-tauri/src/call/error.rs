@@ -90,6 +90,8 @@ pub enum CallError {
         "{provider} cannot be reached: {reason}. Check that it runs and that base_url is right"
     )]
     UpstreamUnreachable { provider: Arc<str>, reason: String },
+    #[error("{provider} took the call and gave no answer that can be read: {reason}")]
+    UpstreamGarbled { provider: Arc<str>, reason: String },
     #[error("{provider} did not {what} within {} ({setting})", seconds(*limit))]
     UpstreamTimeout {
         provider: Arc<str>,
@@ -127,7 +129,9 @@ impl CallError {
             CallError::QueueFull { .. } => "queue_full",
             CallError::QueueTimeout { .. } => "queue_timeout",
             CallError::BreakerOpen { .. } => "breaker_open",
-            CallError::UpstreamUnreachable { .. } => "upstream_unreachable",
+            CallError::UpstreamUnreachable { .. } | CallError::UpstreamGarbled { .. } => {
+                "upstream_unreachable"
+            }
             CallError::UpstreamTimeout { .. } => "upstream_timeout",
             CallError::UpstreamBroke { .. } => "upstream_broke",
             CallError::Internal => "internal_error",
@@ -147,9 +151,9 @@ impl CallError {
             | CallError::QueueFull { .. }
             | CallError::QueueTimeout { .. }
             | CallError::BreakerOpen { .. } => StatusCode::SERVICE_UNAVAILABLE,
-            CallError::UpstreamUnreachable { .. } | CallError::UpstreamBroke { .. } => {
-                StatusCode::BAD_GATEWAY
-            }
+            CallError::UpstreamUnreachable { .. }
+            | CallError::UpstreamGarbled { .. }
+            | CallError::UpstreamBroke { .. } => StatusCode::BAD_GATEWAY,
             CallError::UpstreamTimeout { .. } => StatusCode::GATEWAY_TIMEOUT,
             CallError::Internal => StatusCode::INTERNAL_SERVER_ERROR,
         }
@@ -158,7 +162,9 @@ impl CallError {
     /// What the record says of a call that this ended.
     pub fn outcome(&self) -> Outcome {
         match self {
-            CallError::UpstreamUnreachable { .. } => Outcome::UpstreamError,
+            CallError::UpstreamUnreachable { .. } | CallError::UpstreamGarbled { .. } => {
+                Outcome::UpstreamError
+            }
             CallError::UpstreamTimeout { .. } => Outcome::Timeout,
             CallError::UpstreamBroke { .. } => Outcome::BrokenStream,
             CallError::UploadBroke => Outcome::ClientLeft,

@@ -58,7 +58,7 @@ pub fn remove_exchange(headers: &mut HeaderMap) {
     }
 }
 
-fn is_of_one_exchange(name: &str) -> bool {
+pub fn is_of_one_exchange(name: &str) -> bool {
     matches!(name, "date" | "set-cookie" | "age")
         || name.starts_with("x-ratelimit-")
         || name.starts_with("ratelimit")

@@ -157,6 +157,12 @@ impl Place {
             _ => query.map(Cow::Borrowed),
         };
         let query = query.as_deref().filter(|query| !query.is_empty());
+        if has_dot_segment(&self.path) {
+            return Err(CallError::BadRequest(
+                "the path has a segment that is `.` or `..`, which would leave the provider's base_url"
+                    .to_owned(),
+            ));
+        }
         let address = provider.address(&self.path, query, self.route.is_generation());
         address.map_err(|error| {
             CallError::BadRequest(format!(
@@ -164,6 +170,16 @@ impl Place {
             ))
         })
     }
+}
+
+/// True if a URL parser would take segments of the path away.
+fn has_dot_segment(path: &str) -> bool {
+    let may_have = path.contains("/.") || path.contains(['%', '\\']);
+    may_have
+        && path.split(['/', '\\']).any(|segment| {
+            let plain = segment.to_ascii_lowercase().replace("%2e", ".");
+            plain == "." || plain == ".."
+        })
 }
 
 /// Makes a request ready to go upstream: reads the body of a call that dedups, chooses the
@@ -246,11 +262,11 @@ async fn prepare(
         let nothing = HeaderValue::from_static("0");
         parts.headers.insert(CONTENT_LENGTH, nothing);
     }
-    let sharing = read.body_hash.and_then(|body_hash| {
+    let sharing = read.hasher.and_then(|hasher| {
         let dedup = &place.world.settings.dedup;
         let mode = sharing_mode(dedup, row.tool(), model.as_deref(), &read.facts);
         (mode != DedupMode::Off && !wants.nothing_shared).then(|| Sharing {
-            key: request_key(&provider, &parts.method, &url, &parts.headers, &body_hash),
+            key: request_key(hasher, &provider, &parts.method, &url, &parts.headers),
             mode,
             take_kept: !wants.fresh,
             window: dedup.window,
@@ -344,13 +360,12 @@ fn sharing_mode(
 /// Equal keys are equal calls: everything that can change the answer is in it, and nothing that
 /// only describes an attempt.
 fn request_key(
+    mut hasher: KeyHasher,
     provider: &Provider,
     method: &Method,
     url: &Url,
     headers: &HeaderMap,
-    body_hash: &[u8; 32],
 ) -> RequestKey {
-    let mut hasher = KeyHasher::new();
     hasher.part("provider", provider.name().as_bytes());
     hasher.part("method", method.as_str().as_bytes());
     hasher.part("url", url.as_str().as_bytes());
@@ -368,7 +383,6 @@ fn request_key(
         hasher.part("header", name.as_bytes());
         hasher.part("value", value);
     }
-    hasher.part("body", body_hash);
     hasher.finish()
 }
 
@@ -378,6 +392,23 @@ mod tests {
 
     use super::*;
     use crate::settings::{DedupRule, Overrides, Pattern, Settings};
+
+    #[test]
+    fn finds_segments_that_a_url_parser_takes_away() {
+        for (path, has) in [
+            ("/v1/chat/completions", false),
+            ("/v1/models/gpt-4.1", false),
+            ("/v1/models/a%2Fb", false),
+            ("/v1/.well-known", false),
+            ("/../v1/models", true),
+            ("/v1/./models", true),
+            ("/v1/%2E%2e/models", true),
+            ("/v1/.%2e", true),
+            ("/v1\\..\\models", true),
+        ] {
+            assert_eq!(has_dot_segment(path), has, "{path}");
+        }
+    }
 
     #[test]
     fn chooses_how_to_share() {

@@ -29,11 +29,13 @@ mod tunnel;
 mod upstream;
 
 use std::borrow::Cow;
+use std::future::{Future, ready};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use futures_util::future::Either;
 use http::header::ORIGIN;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode};
@@ -58,28 +60,36 @@ use crate::provider::state::Health;
 use crate::store::{Billing, CallId, CallStart, DedupLabel, Outcome};
 
 /// Answers one request. Never fails: what cannot go on gets an answer that says so.
-pub async fn answer(
+///
+/// A call's row exists when this returns, before the answer is first polled: a client may be gone
+/// by then.
+pub fn answer(
     core: Arc<Core>,
     connection: Connection,
     request: Request<Incoming>,
-) -> Response<ClientBody> {
+) -> impl Future<Output = Response<ClientBody>> + Send {
     let (parts, body) = request.into_parts();
     let world = core.world();
-    if let Err(error) = accept::check_caller(&world, connection, &parts) {
-        debug!(%error, "request refused");
-        let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
-        return refused(&error, dialect, new_row(&core, &parts));
-    }
     let origin = parts.headers.get(ORIGIN).cloned();
-    let mut response = match accept::preflight(&parts) {
-        Some(preflight) => preflight.map(|()| ClientBody::Own(None)),
-        None => match own_page(&parts) {
-            Some(response) => response,
-            None => proxied(&core, connection, world, parts, body).await,
-        },
+    let asked = match accept::check_caller(&world, connection, &parts) {
+        Err(error) => {
+            debug!(%error, "request refused");
+            let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
+            return Either::Left(ready(refused(&error, dialect, new_row(&core, &parts))));
+        }
+        Ok(()) => accept::preflight(&parts)
+            .map(|preflight| preflight.map(|()| ClientBody::Own(None)))
+            .or_else(|| own_page(&parts))
+            .ok_or_else(|| new_row(&core, &parts)),
     };
-    accept::share_with_origin(response.headers_mut(), origin.as_ref());
-    response
+    Either::Right(async move {
+        let mut response = match asked {
+            Ok(response) => response,
+            Err(row) => proxied(&core, connection, world, parts, body, row).await,
+        };
+        accept::share_with_origin(response.headers_mut(), origin.as_ref());
+        response
+    })
 }
 
 /// What is under `/traygate/` is never a provider's, and a browser that opens the bare address is
@@ -102,7 +112,9 @@ fn own_page(parts: &Parts) -> Option<Response<ClientBody>> {
         response.headers_mut().insert(http::header::LOCATION, page);
         return Some(response);
     }
-    if path != "/traygate" && !path.starts_with("/traygate/") {
+    // A browser asks for the icon of any address it opens: that is no provider's business.
+    let is_own = path == "/traygate" || path.starts_with("/traygate/") || path == "/favicon.ico";
+    if !is_own {
         return None;
     }
     let error = CallError::NothingHere {
@@ -152,8 +164,8 @@ async fn proxied(
     world: Arc<World>,
     parts: Parts,
     body: Incoming,
+    row: Row,
 ) -> Response<ClientBody> {
-    let row = new_row(core, &parts);
     let id = row.id();
     let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
     let answered = AssertUnwindSafe(proxy(core, connection, world, parts, body, row));

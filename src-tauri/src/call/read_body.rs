@@ -3,6 +3,7 @@
 
 use std::error::Error;
 use std::io;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONTENT_ENCODING, HeaderMap, HeaderValue};
@@ -10,17 +11,21 @@ use http::request::Parts;
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use sha2::{Digest as _, Sha256};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::error::CallError;
 use super::identify::Place;
 use crate::core::{BODIES_HELD, Core};
-use crate::policy::fingerprint::{RequestFacts, RequestScan};
+use crate::policy::fingerprint::{KeyHasher, RequestFacts, RequestScan};
 use crate::policy::tap::{DecodeError, Encoding, decode_request};
 
 /// A compressed body larger than this many bytes is decoded off the async threads.
 const DECODED_INLINE: usize = 64 << 10;
+/// Bodies up to this many bytes are held beside the total, so that large ones that wait cannot
+/// hold up every call.
+const SMALL_BODY: u64 = 64 << 10;
+/// How long a body may stand still while it is read: it holds its share of the total.
+const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
 /// A request's body.
 pub enum RequestBody {
@@ -46,8 +51,8 @@ impl RequestBody {
 pub struct ReadBody {
     pub body: RequestBody,
     pub facts: RequestFacts,
-    /// SHA-256 of a body that was read whole.
-    pub body_hash: Option<[u8; 32]>,
+    /// Has hashed a body that was read whole; the key's parts are still to come.
+    pub hasher: Option<KeyHasher>,
 }
 
 impl ReadBody {
@@ -55,7 +60,7 @@ impl ReadBody {
         ReadBody {
             body: RequestBody::Streamed { read, rest },
             facts: RequestFacts::default(),
-            body_hash: None,
+            hasher: None,
         }
     }
 }
@@ -77,21 +82,29 @@ pub async fn read_body(
         return Ok(ReadBody::unread(Vec::new(), body));
     }
     let mut held = match length {
-        Some(length) => Some(reserve(core, length).await),
-        None => None,
+        Some(length) if length > SMALL_BODY => Some(reserve(core, length).await),
+        _ => None,
     };
     let encoding = content_encoding(&parts.headers);
     let mut scan = RequestScan::new();
-    let mut hash = Sha256::new();
+    let mut hasher = KeyHasher::new();
     let mut read: Vec<Bytes> = Vec::new();
     let mut total = 0u64;
-    while let Some(frame) = body.frame().await {
+    loop {
+        let next = tokio::time::timeout(UPLOAD_PATIENCE, body.frame()).await;
+        let next = next.map_err(|_| CallError::UploadStalled {
+            limit: UPLOAD_PATIENCE,
+            setting: "a fixed limit",
+        })?;
+        let Some(frame) = next else {
+            break;
+        };
         let frame = frame.map_err(|error| upload_error(&error))?;
         let Ok(chunk) = frame.into_data() else {
             continue;
         };
         total += chunk.len() as u64;
-        if length.is_none() {
+        if length.is_none() && total > SMALL_BODY {
             let room = u32::try_from(chunk.len())
                 .ok()
                 .filter(|_| total <= limit)
@@ -105,7 +118,7 @@ pub async fn read_body(
                 (none, first) => *none = first,
             }
         }
-        hash.update(&chunk);
+        hasher.body(&chunk);
         if encoding == Encoding::Identity {
             scan.feed(&chunk);
         }
@@ -118,7 +131,7 @@ pub async fn read_body(
     };
     Ok(ReadBody {
         facts,
-        body_hash: Some(hash.finalize().into()),
+        hasher: Some(hasher),
         body: RequestBody::Whole { bytes, held },
     })
 }

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::header::AGE;
-use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 
 use super::answer::{Head, Next, Reader};
@@ -65,14 +65,14 @@ pub struct CutShort;
 
 /// A head as a client gets it, with who answered and how.
 fn respond(
-    head: &Head,
+    status: StatusCode,
     headers: HeaderMap,
     provider: &Provider,
     dedup: DedupLabel,
     body: ClientBody,
 ) -> Response<ClientBody> {
     let mut response = Response::new(body);
-    *response.status_mut() = head.status;
+    *response.status_mut() = status;
     *response.headers_mut() = headers;
     mark(&mut response, provider, dedup);
     response
@@ -97,7 +97,7 @@ pub fn to_leader(
         follower: None,
         flushed: false,
     });
-    respond(head, head.headers.clone(), provider, dedup, body)
+    respond(head.status, head.headers.clone(), provider, dedup, body)
 }
 
 /// A follower's answer: the leader's, save what was said in that one exchange.
@@ -115,7 +115,7 @@ pub fn to_follower(
         follower: Some(row),
         flushed: false,
     });
-    respond(head, headers, provider, DedupLabel::Joined, body)
+    respond(head.status, headers, provider, DedupLabel::Joined, body)
 }
 
 /// A finished answer, with its age.
@@ -125,15 +125,15 @@ pub fn from_kept(
     provider: &Provider,
     now: Moment,
 ) -> Response<ClientBody> {
-    row.status(kept.head.status);
-    let mut headers = kept.head.headers.clone();
+    row.status(kept.status);
+    let mut headers: HeaderMap = kept.headers.iter().cloned().collect();
     headers.insert(AGE, HeaderValue::from(now.since(kept.kept_at).as_secs()));
     let body = ClientBody::Kept(KeptBody {
         kept: kept.clone(),
         sent: 0,
         row,
     });
-    respond(&kept.head, headers, provider, DedupLabel::Cached, body)
+    respond(kept.status, headers, provider, DedupLabel::Cached, body)
 }
 
 /// The id as a header value.

@@ -24,7 +24,7 @@ use super::identify::UpstreamRequest;
 use super::read_body::{RequestBody, upload_error};
 use crate::clock::{Clock, Moment};
 use crate::policy::routing::Route;
-use crate::policy::tap::{Encoding, Framing, Reading, Tap};
+use crate::policy::tap::{Encoding, End, Framing, Reading, Tap};
 use crate::provider::Provider;
 use crate::provider::clients::describe;
 use crate::provider::state::Health;
@@ -144,6 +144,14 @@ impl Timing {
         }
     }
 }
+
+/// How long a provider may keep its connection open after the last event of an answer, which holds
+/// a permit meanwhile.
+const AFTER_LAST_EVENT: Limit = Limit {
+    span: Duration::from_secs(10),
+    what: "close its finished answer",
+    setting: "a fixed limit",
+};
 
 #[derive(Clone, Copy, Debug)]
 struct Limit {
@@ -367,6 +375,8 @@ impl<'a> Attempt<'a> {
                     Ok(frame) => frame,
                     // Its readers took all there was and left without waiting for the end.
                     Err(Failure::Left) if self.writer.has_all() => None,
+                    // It was whole; the provider only kept its connection open.
+                    Err(Failure::Error { .. }) if tap.saw_end() => None,
                     Err(failure) => return Err(failure.after(&tap, is_open_ended)),
                 },
             };
@@ -405,6 +415,7 @@ impl<'a> Attempt<'a> {
             tap.feed(&chunk);
             if tap.saw_end() {
                 self.writer.all_said();
+                self.deadline.restart(now, AFTER_LAST_EVENT);
             }
             if !has_content && tap.has_content() {
                 has_content = true;
@@ -490,10 +501,12 @@ impl<'a> Attempt<'a> {
         let is_connect = error.is_connect();
         // The address may hold a key.
         let reason = describe(&error.without_url());
-        self.unreachable(if is_connect {
-            reason
-        } else {
-            format!("the connection broke before an answer came ({reason})")
+        if is_connect {
+            return self.unreachable(reason);
+        }
+        Failure::from(CallError::UpstreamGarbled {
+            provider: self.provider.name().clone(),
+            reason,
         })
     }
 
@@ -545,6 +558,11 @@ impl<'a> Attempt<'a> {
         {
             let error = "the answer was empty".to_owned();
             (Outcome::UpstreamError, Some(error), Health::ClientError)
+        } else if streamed && reading.end == End::Unknown && !reading.saw_end {
+            // In order as far as HTTP can tell, so it passes as it is and the breaker learns
+            // nothing; but it was never finished.
+            let error = "the stream ended without its last event".to_owned();
+            (Outcome::BrokenStream, Some(error), Health::ClientError)
         } else {
             (Outcome::Completed, None, Health::Success)
         };

@@ -173,7 +173,8 @@ pub fn run(args: &CallsArgs, data_dir: &Path, out: &mut dyn Write) -> anyhow::Re
     let seq = reader.visit_last(&filter, limit, |row| page.add(&printer.row(&row)))?;
     drop(reader);
     if page.rows == 0 && args.format == Format::Table && !args.follow {
-        page.text = "No calls on record match.\n".to_owned();
+        page.text =
+            "No calls on record match (a call is on record a moment after its end).\n".to_owned();
     }
     page.print();
     let mut follower = Follower { filter, seq };
@@ -810,7 +811,10 @@ mod tests {
             &mut out,
         )
         .expect("a sentence");
-        assert_eq!(out, b"No calls on record match.\n");
+        assert_eq!(
+            out,
+            b"No calls on record match (a call is on record a moment after its end).\n"
+        );
     }
 
     #[test]

@@ -117,8 +117,12 @@ fn greet(running: &Running) {
          curl http://{address}/v1/chat/completions -H 'content-type: application/json' -d '{{\"model\":\"demo\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
         env!("CARGO_PKG_VERSION"),
     );
-    for warning in running.warnings() {
-        let _ = writeln!(out, "Note: {warning}");
+    let health = running.core().store.health();
+    let record = health.last_error.filter(|_| !health.recording);
+    let record = record.map(|error| format!("calls are not on record: {error}"));
+    let notes = running.warnings().iter().cloned();
+    for note in notes.chain(record).chain(health.notice) {
+        let _ = writeln!(out, "Note: {note}");
     }
     let _ = out.flush();
 }

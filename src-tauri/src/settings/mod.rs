@@ -405,6 +405,32 @@ impl Settings {
         Ok(())
     }
 
+    /// What was set that this version does not heed, in words: a budget that nobody holds must
+    /// not pass for one.
+    pub fn not_in_effect(&self) -> Vec<&'static str> {
+        let Ok(default) = Settings::parse("", &Overrides::default()) else {
+            return Vec::new();
+        };
+        let told = [
+            (
+                self.spend != default.spend,
+                "[spend], [[price]] and [[budget]] are not in effect in this version: nothing is priced and no budget is held",
+            ),
+            (
+                self.log != default.log,
+                "[log] is not in effect in this version: everything stays on record, and bodies are never kept",
+            ),
+            (
+                self.notify != default.notify,
+                "[notify] is not in effect in this version",
+            ),
+        ];
+        told.into_iter()
+            .filter(|(is_set, _)| *is_set)
+            .map(|(_, words)| words)
+            .collect()
+    }
+
     /// The provider of this exact name.
     pub fn provider(&self, name: &str) -> Option<&ProviderSettings> {
         self.providers
