@@ -126,7 +126,7 @@ impl Core {
             clock,
             store,
             keys,
-            dedup: Arc::new(Dedup::new(settings.dedup.max_bytes)),
+            dedup: Arc::new(Dedup::new(settings.dedup.max_bytes, settings.dedup.window)),
             bodies: Arc::new(Semaphore::new(BODIES_HELD)),
             open_calls: Arc::default(),
             mode: AtomicU8::new(Mode::Normal as u8),

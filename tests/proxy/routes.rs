@@ -1123,3 +1123,29 @@ async fn each_side_of_a_tunnel_hears_that_the_other_has_hung_up() {
     drop(client);
     app.rows(2).await;
 }
+
+#[tokio::test]
+async fn a_path_does_not_climb_out_of_the_base_url() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    for path in [
+        "/openai/../v1/models",
+        "/openai/v1/%2e%2E/models",
+        "/openai/v1/./models",
+        "/openai/../chat/completions",
+    ] {
+        let answer = app.ask(get(path)).await;
+        assert_eq!(answer.status(), 400, "{path}");
+        assert_eq!(answer.header("x-traygate-error"), Some("bad_request"));
+    }
+    assert_eq!(up.requests().len(), 0);
+}
+
+/// A browser asks every address it opens for its icon: with a stored key that would be a call.
+#[tokio::test]
+async fn a_browsers_icon_is_nobodys_call() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    assert_eq!(app.ask(get("/favicon.ico")).await.status(), 404);
+    assert_eq!(up.requests().len(), 0);
+}

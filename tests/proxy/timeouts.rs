@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::breaker::{Dialect, pool_of, unique, until};
 use crate::support::app::App;
 use crate::support::client::{Answer, BodyEnd, Client, Outgoing, post};
-use crate::support::upstream::{DeafPort, Gate, Reply, Upstream};
+use crate::support::upstream::{DeafPort, Gate, Reply, Upstream, chat_events};
 use crate::support::{Span, now};
 
 /// One failed call must not close off the next.
@@ -567,4 +567,34 @@ async fn a_client_that_stops_sending_is_not_the_upstreams_fault() {
         .await
         .expect("taken");
     assert_eq!(slow.read_to_end().await.status(), 200);
+}
+
+/// A provider that only keeps its connection open after `[DONE]` has not failed: the answer is
+/// whole, and neither its reader nor its permit waits out the idle limit.
+#[tokio::test]
+async fn a_finished_answer_does_not_wait_for_its_connection_to_close() {
+    let up = Upstream::start(|_| Reply::sse(chat_events(3)).then_hang()).await;
+    let app = App::with(&up, &with_limits("idle_secs = 0.2")).await;
+    let answer = app.chat(r#"{"model":"m","stream":true}"#).await;
+    assert_eq!(answer.end, BodyEnd::Clean);
+    assert!(answer.text().ends_with("data: [DONE]\n\n"));
+    assert_eq!(app.rows(1).await[0].outcome.as_deref(), Some("completed"));
+}
+
+/// In order as far as HTTP can tell: it passes as it is, and is not on record as complete.
+#[tokio::test]
+async fn a_stream_that_ends_without_its_last_event_is_on_record_as_broken() {
+    let up = Upstream::start(|_| {
+        let mut events = chat_events(3);
+        events.truncate(2);
+        Reply::sse(events)
+    })
+    .await;
+    let app = App::before(&up).await;
+    let answer = app.chat(r#"{"model":"m","stream":true}"#).await;
+    assert_eq!(answer.end, BodyEnd::Clean, "the upstream's own end");
+    let row = &app.rows(1).await[0];
+    assert_eq!(row.outcome.as_deref(), Some("broken_stream"));
+    let error = row.error.as_deref().unwrap_or_default();
+    assert!(error.contains("without its last event"), "{error}");
 }

@@ -6,11 +6,10 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
-use moka::Expiry;
 use moka::policy::EvictionPolicy;
 use moka::sync::Cache;
 
@@ -28,6 +27,8 @@ const LARGE_ANSWER: usize = 64 << 10;
 /// Answers for which the index has room from the start: growing means to hash all of them anew,
 /// in some call's time.
 const KEPT_AT_FIRST: usize = 16 << 10;
+/// The cache takes no time to live of nothing.
+const SHORTEST_STAY: Duration = Duration::from_secs(1);
 /// What a kept answer costs beside its body and headers: map entry and bookkeeping. Bytes, about.
 const KEPT_OVERHEAD: usize = 512;
 /// What a header costs beside its value. Bytes, about.
@@ -120,8 +121,8 @@ struct Counts {
 }
 
 impl Dedup {
-    /// `max_bytes`: of all kept answers together.
-    pub fn new(max_bytes: u64) -> Dedup {
+    /// `max_bytes`: of all kept answers together; `window`: how long one serves at most.
+    pub fn new(max_bytes: u64, window: Duration) -> Dedup {
         Dedup {
             flights: Mutex::default(),
             kept: Cache::builder()
@@ -130,7 +131,9 @@ impl Dedup {
                 .weigher(|_, kept: &Arc<KeptAnswer>| {
                     u32::try_from(kept.weight()).unwrap_or(u32::MAX)
                 })
-                .expire_after(Window)
+                // Frees an answer whose window is over; whether it still serves is decided by the
+                // clock that counts sleep.
+                .time_to_live(window.max(SHORTEST_STAY))
                 // The newest is the likeliest to be asked for again; the default policy turns it
                 // away while the others are no less popular.
                 .eviction_policy(EvictionPolicy::lru())
@@ -225,32 +228,6 @@ impl Drop for Flight {
     }
 }
 
-/// Lets moka free an answer whose window is over; whether it still serves is decided by the
-/// clock that counts sleep.
-struct Window;
-
-impl Expiry<RequestKey, Arc<KeptAnswer>> for Window {
-    fn expire_after_create(
-        &self,
-        _key: &RequestKey,
-        kept: &Arc<KeptAnswer>,
-        _created_at: Instant,
-    ) -> Option<Duration> {
-        Some(kept.window)
-    }
-
-    /// A newer answer to the same call begins a window of its own.
-    fn expire_after_update(
-        &self,
-        _key: &RequestKey,
-        kept: &Arc<KeptAnswer>,
-        _updated_at: Instant,
-        _left: Option<Duration>,
-    ) -> Option<Duration> {
-        Some(kept.window)
-    }
-}
-
 /// A request key is a hash already: its first eight bytes do.
 #[derive(Default)]
 struct KeyHasher(u64);
@@ -296,7 +273,7 @@ mod tests {
     }
 
     fn dedup(max_bytes: u64) -> Arc<Dedup> {
-        Arc::new(Dedup::new(max_bytes))
+        Arc::new(Dedup::new(max_bytes, Duration::from_secs(300)))
     }
 
     /// Leads a call and keeps its answer; the answer has been received if `received`.

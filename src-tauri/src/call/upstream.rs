@@ -415,7 +415,12 @@ impl<'a> Attempt<'a> {
             tap.feed(&chunk);
             if tap.saw_end() {
                 self.writer.all_said();
-                self.deadline.restart(now, AFTER_LAST_EVENT);
+                let span = AFTER_LAST_EVENT.span.min(self.deadline.limit.span);
+                let limit = Limit {
+                    span,
+                    ..AFTER_LAST_EVENT
+                };
+                self.deadline.restart(now, limit);
             }
             if !has_content && tap.has_content() {
                 has_content = true;
