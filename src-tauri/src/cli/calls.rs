@@ -16,7 +16,7 @@ use serde_json::ser::Formatter;
 
 use crate::clock::{Clock, WallTime};
 use crate::store::Outcome;
-use crate::store::queries::{CallFilter, CallRow, OutcomeFilter, ReadError, Reader};
+use crate::store::queries::{CallFilter, CallRow, OPEN, OutcomeFilter, ReadError, Reader};
 
 /// How often `--follow` looks.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -24,8 +24,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 const FETCH: usize = 1000;
 /// Bytes gathered before they are printed.
 const PIECE: usize = 64 << 10;
-/// The word for a call without an outcome yet.
-const OPEN: &str = "open";
 
 /// Flags of `traygate calls`.
 #[derive(clap::Args, Clone, Debug)]
@@ -96,7 +94,7 @@ pub enum Since {
     Ago(Span),
 }
 
-fn parse_since(text: &str) -> Result<Since, String> {
+pub(super) fn parse_since(text: &str) -> Result<Since, String> {
     if let Ok(moment) = text.parse() {
         return Ok(Since::At(moment));
     }
@@ -114,7 +112,7 @@ fn parse_since(text: &str) -> Result<Since, String> {
 }
 
 impl Since {
-    fn resolve(&self, now: Timestamp, zone: TimeZone) -> Result<WallTime, jiff::Error> {
+    pub(super) fn resolve(&self, now: Timestamp, zone: TimeZone) -> Result<WallTime, jiff::Error> {
         let begin = match self {
             Self::At(moment) => *moment,
             Self::Local(local) => local.to_zoned_datetime(zone)?.timestamp(),
@@ -157,6 +155,7 @@ pub fn run(args: &CallsArgs, data_dir: &Path, out: &mut dyn Write) -> anyhow::Re
         provider: args.provider.clone(),
         tool: args.tool.clone(),
         outcome: args.outcome,
+        ..CallFilter::default()
     };
     // A cut nobody asked for would falsify an export of last week.
     let limit = match (args.limit, since) {
@@ -233,7 +232,7 @@ impl<'out> Page<'out> {
     }
 }
 
-fn open(data_dir: &Path) -> anyhow::Result<Reader> {
+pub(super) fn open(data_dir: &Path) -> anyhow::Result<Reader> {
     Reader::open(data_dir).map_err(|error| match error {
         ReadError::Missing { .. } => anyhow::Error::new(error)
             .context("nothing to show: start `traygate serve` and send a call through it"),
@@ -345,7 +344,7 @@ fn line(cells: [&str; 9]) -> String {
 }
 
 /// Harmless, and at most `width` characters.
-fn cut(text: &str, width: usize) -> String {
+pub(super) fn cut(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return harmless(text);
     }
@@ -471,7 +470,7 @@ fn json_row(row: &CallRow) -> String {
 }
 
 /// JSON's own escapes leave DEL, C1 and direction marks as they are; a terminal would obey them.
-struct HarmlessJson;
+pub(super) struct HarmlessJson;
 
 impl Formatter for HarmlessJson {
     fn write_string_fragment<W: ?Sized + Write>(
@@ -516,7 +515,7 @@ fn csv_row(row: &CallRow) -> String {
 }
 
 /// What a client wrote must not become a formula on the machine of whoever opens the export.
-fn spreadsheet_safe(text: &str) -> String {
+pub(super) fn spreadsheet_safe(text: &str) -> String {
     let text = harmless(text);
     if text.starts_with(['=', '+', '-', '@']) {
         format!("'{text}")
@@ -525,7 +524,7 @@ fn spreadsheet_safe(text: &str) -> String {
     }
 }
 
-fn moment(wall: WallTime) -> Timestamp {
+pub(super) fn moment(wall: WallTime) -> Timestamp {
     Timestamp::from_microsecond(wall.0).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
@@ -566,6 +565,9 @@ mod tests {
             upstream_call: Some(true),
             first_token: Some(Duration::from_millis(412)),
             queued: Some(Duration::from_micros(15)),
+            sent: Some(Duration::from_micros(300)),
+            head: Some(Duration::from_millis(400)),
+            upstream_ended: Some(Duration::from_millis(12_344)),
             duration: Some(Duration::from_millis(12_345)),
             error: None,
         }
@@ -615,7 +617,9 @@ mod tests {
             first_token: None,
             queued: Duration::ZERO,
             duration: Duration::from_millis(3),
-            upstream_call: true,
+            sent: Some(Duration::from_millis(1)),
+            head: Some(Duration::from_millis(2)),
+            upstream_ended: Some(Duration::from_millis(3)),
             error: None,
         });
         assert!(store.flush(LONG));

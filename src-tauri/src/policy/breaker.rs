@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
+use utoipa::ToSchema;
 
 use crate::clock::Moment;
 
@@ -128,8 +129,19 @@ pub enum Transition {
     Closed,
 }
 
+impl Transition {
+    /// The state it led to.
+    pub fn state(&self) -> State {
+        match self {
+            Self::Opened { .. } => State::Open,
+            Self::HalfOpened => State::HalfOpen,
+            Self::Closed => State::Closed,
+        }
+    }
+}
+
 /// What opened a breaker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum OpenReason {
     /// So many calls in a row failed.
@@ -151,8 +163,9 @@ pub enum OpenReason {
 }
 
 /// Where a breaker stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
+#[schema(as = BreakerState)]
 pub enum State {
     /// Calls pass.
     Closed,
@@ -163,7 +176,8 @@ pub enum State {
 }
 
 /// A breaker as the control room shows it.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = BreakerSnapshot)]
 pub struct Snapshot {
     /// The state at the moment asked about: a wait that is over reads as half-open.
     pub state: State,
@@ -184,6 +198,7 @@ pub struct Snapshot {
     /// Until the next call may go as a probe, zero if it may now; none while closed or held.
     /// Serialized as seconds with fractions.
     #[serde(rename = "next_probe_in_secs", serialize_with = "as_seconds")]
+    #[schema(value_type = Option<f64>)]
     pub next_probe_in: Option<Duration>,
 }
 

@@ -2,5 +2,7 @@
 
 pub mod breaker;
 pub mod fingerprint;
+pub mod latency_histogram;
+pub mod repeats;
 pub mod routing;
 pub mod tap;

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use jiff::{Timestamp, tz::TimeZone};
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, ErrorCode, OpenFlags, ffi};
+use rusqlite::{Connection, ErrorCode, OpenFlags, TransactionBehavior, ffi};
 
 use super::migrate::{self, APPLICATION_ID, MIGRATIONS};
+use super::rollup::{self, Unsummed};
 use crate::clock::WallTime;
 
 /// How long one attempt waits for another process's lock. Short: the writer tries again by
@@ -59,7 +60,7 @@ pub(super) fn open(path: &Path, now: WallTime) -> Result<Connection, OpenError> 
     let exists = fs::metadata(path).is_ok_and(|file| file.len() > 0);
     // A clean end leaves no write-ahead log. After any other end, or a copy restored beside an old
     // log, the pages may not belong together, which only reading them all can tell.
-    let unclean = exists && fs::metadata(beside(path, "-wal")).is_ok_and(|file| file.len() > 0);
+    let unclean = exists && has_write_ahead_log(path);
     if exists {
         inspect(path, unclean).map_err(|error| match error {
             Inspection::Found(error) => error,
@@ -113,7 +114,10 @@ fn inspect(path: &Path, unclean: bool) -> Result<(), Inspection> {
         )));
     }
     if found == MIGRATIONS.len()
-        && let Err(error) = connection.prepare("SELECT seq, id, outcome, error FROM calls")
+        && let Err(error) = connection.prepare(
+            "SELECT calls.seq, outcome, error, upstream_ended_us, quarter, request
+             FROM calls, rollups, bodies",
+        )
     {
         // SQLite's plain "error" is what it has for a missing table or column.
         return Err(if error.sqlite_error_code() == Some(ErrorCode::Unknown) {
@@ -146,8 +150,8 @@ fn prepare(path: &Path, now: WallTime) -> rusqlite::Result<Connection> {
     connection.pragma_update(None, "journal_mode", "WAL")?;
     // A power cut may take the last commits, never the database; a killed process takes nothing.
     connection.pragma_update(None, "synchronous", "NORMAL")?;
-    // A write-ahead log that grew behind a long reader shrinks again.
-    connection.pragma_update(None, "journal_size_limit", 16 << 20)?;
+    // A write-ahead log that grew behind a long reader shrinks again. Its usual size is 4 MB.
+    connection.pragma_update(None, "journal_size_limit", 8 << 20)?;
     connection.pragma_update(None, "trusted_schema", false)?;
     migrate::migrate(
         &mut connection,
@@ -156,13 +160,16 @@ fn prepare(path: &Path, now: WallTime) -> rusqlite::Result<Connection> {
     )?;
     // Of an earlier process: this one has not written yet, and the folder lock allows no other.
     // They take places behind the last, in their old order, so that a follower sees them end.
-    connection.execute(
+    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    rollup::sum_up(&transaction, Unsummed::Open)?;
+    transaction.execute(
         "UPDATE calls SET outcome = 'interrupted', seq = seq + 1
            + (SELECT max(seq) FROM calls)
            - (SELECT min(seq) FROM calls WHERE outcome IS NULL)
          WHERE outcome IS NULL",
         [],
     )?;
+    transaction.commit()?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, false)?;
     Ok(connection)
 }
@@ -218,10 +225,16 @@ fn free_name(path: &Path, word: &str, now: WallTime) -> PathBuf {
     name
 }
 
-fn beside(path: &Path, suffix: &str) -> PathBuf {
+/// A companion of the database.
+pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(suffix);
     name.into()
+}
+
+/// Whether something that was written stands beside the database and not in it yet.
+pub(super) fn has_write_ahead_log(path: &Path) -> bool {
+    fs::metadata(beside(path, "-wal")).is_ok_and(|log| log.len() > 0)
 }
 
 /// Which file stands at `path`, as far as the system tells: SQLite goes on writing to a file that
@@ -240,7 +253,7 @@ pub(super) fn identity(_: &Path) -> Option<(u64, u64)> {
 
 /// Who called which model when is nobody else's business on a shared machine. SQLite gives the
 /// companions the same rights.
-fn create_private(path: &Path) -> io::Result<()> {
+pub(super) fn create_private(path: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false);
     #[cfg(unix)]

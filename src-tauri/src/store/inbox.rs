@@ -6,7 +6,10 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::bodies::{self, Body};
+use super::retention::Tended;
 use super::{CallEnd, CallStart, StoreHealth};
+use crate::settings::LogSettings;
 
 /// Rows that may wait in memory; the design's number. Past it, ends are dropped and counted.
 /// Starts are given up earlier: the end of a call says all that its start said.
@@ -30,12 +33,22 @@ pub(super) struct Desk {
 struct Inbox {
     opened: Vec<CallStart>,
     ended: Vec<CallEnd>,
+    bodies: Vec<Body>,
+    /// How much is kept from now on, if that was said since the writer last looked.
+    settings: Option<LogSettings>,
     /// Rows the writer has taken and not committed.
     held: Held,
+    /// Bytes of bodies, those that the writer has taken included.
+    body_bytes: usize,
     /// Hand-overs so far, and how many of them are settled.
     accepted: u64,
     settled: u64,
     dropped: u64,
+    /// The same of bodies.
+    bodies_accepted: u64,
+    bodies_settled: u64,
+    bodies_dropped: u64,
+    tended: Tended,
     recording: bool,
     error: Option<String>,
     notice: Option<String>,
@@ -80,8 +93,9 @@ impl Batch {
 /// How the writer waits for its next turn.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wait {
-    /// Until something is handed over, then this long for a batch to gather.
-    ForRows(Duration),
+    /// Until something is handed over, then for `gather`, in which a batch gathers; or for `rest`,
+    /// after which there is something else to do.
+    ForRows { gather: Duration, rest: Duration },
     /// This long: there is something to try again.
     Retry(Duration),
 }
@@ -97,7 +111,7 @@ pub(super) enum Turn {
 
 impl Inbox {
     fn is_empty(&self) -> bool {
-        self.opened.is_empty() && self.ended.is_empty()
+        self.opened.is_empty() && self.ended.is_empty() && self.bodies.is_empty()
     }
 
     fn waiting(&self) -> Held {
@@ -154,6 +168,33 @@ impl Desk {
         }
     }
 
+    pub(super) fn body(&self, mut body: Body) {
+        body.cut();
+        let mut inbox = self.inbox();
+        let bytes = inbox.body_bytes + body.len();
+        if inbox.closed || bytes > bodies::MAX_WAITING {
+            inbox.bodies_dropped += 1;
+            return;
+        }
+        inbox.body_bytes = bytes;
+        inbox.bodies.push(body);
+        inbox.bodies_accepted += 1;
+        let wake = std::mem::take(&mut inbox.asleep);
+        drop(inbox);
+        if wake {
+            self.work.notify_one();
+        }
+    }
+
+    pub(super) fn configure(&self, settings: LogSettings) {
+        let mut inbox = self.inbox();
+        inbox.settings = Some(settings);
+        inbox.hurry = true;
+        inbox.asleep = false;
+        drop(inbox);
+        self.work.notify_one();
+    }
+
     pub(super) fn health(&self) -> StoreHealth {
         let inbox = self.inbox();
         let waiting = inbox.waiting();
@@ -163,22 +204,24 @@ impl Desk {
             dropped_rows: inbox.dropped,
             last_error: inbox.error.clone(),
             notice: inbox.notice.clone(),
+            dropped_bodies: inbox.bodies_dropped,
+            bytes: inbox.tended.bytes,
+            warning: inbox.tended.warning.clone(),
         }
     }
 
     pub(super) fn flush(&self, limit: Duration) -> bool {
         let mut inbox = self.inbox();
-        let target = inbox.accepted;
+        let (rows, bodies) = (inbox.accepted, inbox.bodies_accepted);
+        let is_done = |inbox: &Inbox| inbox.settled >= rows && inbox.bodies_settled >= bodies;
         inbox.hurry = true;
         inbox.asleep = false;
         self.work.notify_one();
         let (inbox, _) = self
             .settled
-            .wait_timeout_while(inbox, limit, |inbox| {
-                inbox.settled < target && !inbox.closed
-            })
+            .wait_timeout_while(inbox, limit, |inbox| !is_done(inbox) && !inbox.closed)
             .unwrap_or_else(PoisonError::into_inner);
-        inbox.settled >= target
+        is_done(&inbox)
     }
 
     pub(super) fn ask_to_close(&self) {
@@ -202,15 +245,19 @@ impl Desk {
         let mut inbox = self.inbox();
         let pause = match wait {
             Wait::Retry(pause) => pause,
-            Wait::ForRows(gather) => {
+            Wait::ForRows { gather, rest } => {
                 inbox.asleep = inbox.is_empty();
-                inbox = self
+                let (woken, rested) = self
                     .work
-                    .wait_while(inbox, |inbox| {
+                    .wait_timeout_while(inbox, rest, |inbox| {
                         inbox.is_empty() && !inbox.hurry && !inbox.closing
                     })
                     .unwrap_or_else(PoisonError::into_inner);
+                inbox = woken;
                 inbox.asleep = false;
+                if rested.timed_out() {
+                    return Turn::Commit;
+                }
                 gather
             }
         };
@@ -239,6 +286,34 @@ impl Desk {
         batch.opened.append(&mut spare.opened);
         batch.ended.append(&mut spare.ended);
         spare.reset();
+    }
+
+    /// Moves the bodies that were handed over behind those in `bodies`.
+    pub(super) fn take_bodies(&self, bodies: &mut Vec<Body>) {
+        bodies.append(&mut self.inbox().bodies);
+    }
+
+    /// `bodies` are in the database, or never will be.
+    pub(super) fn bodies_done(&self, bodies: &[Body], written: bool) {
+        let count = u64::try_from(bodies.len()).unwrap_or(u64::MAX);
+        let bytes = bodies.iter().map(Body::len).sum();
+        let mut inbox = self.inbox();
+        inbox.body_bytes = inbox.body_bytes.saturating_sub(bytes);
+        inbox.bodies_settled += count;
+        if !written {
+            inbox.bodies_dropped += count;
+        }
+        drop(inbox);
+        self.settled.notify_all();
+    }
+
+    /// How much is kept from now on, if that was said since the last look.
+    pub(super) fn settings(&self) -> Option<LogSettings> {
+        self.inbox().settings.take()
+    }
+
+    pub(super) fn tended(&self, tended: Tended) {
+        self.inbox().tended = tended;
     }
 
     /// `batch` is in the database.
@@ -285,6 +360,8 @@ impl Desk {
         inbox.held = Held::default();
         inbox.opened = Vec::new();
         inbox.ended = Vec::new();
+        inbox.bodies_dropped += u64::try_from(inbox.bodies.len()).unwrap_or(u64::MAX);
+        inbox.bodies = Vec::new();
         inbox.recording = false;
         inbox.closed = true;
         if error.is_some() {

@@ -1,13 +1,22 @@
 //! The record: one row for every call, in SQLite, never in a call's way.
 //!
 //! A call hands over what is known ([`Store::opened`], [`Store::finished`]) and goes on; one
-//! writer thread commits in batches; readers ([`queries`]) have connections of their own.
+//! writer thread commits in batches, with the sums of each quarter-hour ([`rollup`]), and keeps the
+//! log within its age and size; readers ([`queries`]) have connections of their own.
 
+pub mod bodies;
 mod database;
 mod folder_lock;
 mod inbox;
+pub(crate) mod json;
+pub mod latency;
 mod migrate;
+pub mod pages;
 pub mod queries;
+pub mod repeats;
+mod retention;
+pub mod rollup;
+pub mod series;
 mod writer;
 
 #[cfg(test)]
@@ -23,7 +32,10 @@ use std::time::{Duration, SystemTime};
 use ulid::Ulid;
 
 use crate::clock::{Clock, WallTime};
+use crate::settings::LogSettings;
+use bodies::Body;
 use inbox::Desk;
+use queries::{ReadError, Reader};
 
 /// The database's name in the data folder.
 pub const DATABASE_FILE: &str = "traygate.db";
@@ -156,6 +168,14 @@ impl Outcome {
         Self::InternalError,
     ];
 
+    /// Whether something failed, not merely ended early or was refused.
+    pub const fn is_error(self) -> bool {
+        matches!(
+            self,
+            Self::UpstreamError | Self::Timeout | Self::BrokenStream | Self::InternalError
+        )
+    }
+
     /// The word in the record.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -215,8 +235,12 @@ pub struct CallEnd {
     pub queued: Duration,
     /// From its coming to its last byte.
     pub duration: Duration,
-    /// Whether this call caused an upstream request.
-    pub upstream_call: bool,
+    /// From its coming to the upstream request; `None` if this call caused none.
+    pub sent: Option<Duration>,
+    /// From its coming to the first byte of the upstream's answer, or to its head if it had none.
+    pub head: Option<Duration>,
+    /// From its coming to the end of what the upstream sent, or of waiting for it.
+    pub upstream_ended: Option<Duration>,
     /// What went wrong, in words; the store keeps the first 2 kB.
     pub error: Option<String>,
 }
@@ -255,6 +279,13 @@ pub struct StoreHealth {
     pub last_error: Option<String>,
     /// What a person should know though it works: a damaged log was set aside, say.
     pub notice: Option<String>,
+    /// Bodies that were not kept: too many waited, or they could not be written.
+    pub dropped_bodies: u64,
+    /// Bytes of the database and its write-ahead log, when they were last looked at.
+    pub bytes: u64,
+    /// What a person should do something about though calls are recorded: another program keeps
+    /// the log from shrinking, say. `None` once that is over.
+    pub warning: Option<String>,
 }
 
 /// The record's handle: cheap to clone, never slow, never failing.
@@ -264,6 +295,7 @@ pub struct StoreHealth {
 #[derive(Clone, Debug)]
 pub struct Store {
     desk: Arc<OpenDesk>,
+    folder: Arc<Path>,
 }
 
 /// Tells the writer to end when the last handle goes.
@@ -291,7 +323,22 @@ impl Store {
         writer::start(data_dir, clock, Arc::clone(&desk))?;
         Ok(Self {
             desk: Arc::new(OpenDesk(desk)),
+            folder: data_dir.into(),
         })
+    }
+
+    /// The data folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// A reader of the record as it is on disk. Opened anew each time, since a damaged database
+    /// may have been set aside meanwhile.
+    ///
+    /// # Errors
+    /// As [`Reader::open`].
+    pub fn reader(&self) -> Result<Reader, ReadError> {
+        Reader::open(&self.folder)
     }
 
     /// Hands over a call that has been identified. Moves the value and returns.
@@ -303,6 +350,20 @@ impl Store {
     /// 50 ms plus the time of a commit.
     pub fn finished(&self, end: CallEnd) {
         self.desk.0.finished(end);
+    }
+
+    /// Hands over what was asked and answered, its credentials taken out: only where a person
+    /// wants bodies kept, since the store keeps all it is given. Moves the value and returns;
+    /// more than [`bodies::MAX_BODY`] is cut off, and past 64 MB of waiting bodies they are
+    /// dropped.
+    pub fn body(&self, body: Body) {
+        self.desk.0.body(body);
+    }
+
+    /// Says how much is kept, from now on; until it is said, everything is. What is too much goes
+    /// little by little.
+    pub fn configure(&self, settings: LogSettings) {
+        self.desk.0.configure(settings);
     }
 
     /// How the record fares at this moment.

@@ -10,15 +10,17 @@ use std::time::Duration;
 use rusqlite::Connection;
 use tempfile::TempDir;
 
-use super::queries::{CallFilter, CallRow, OutcomeFilter, Reader};
+use super::migrate::Migration;
+use super::pages::CallsQuery;
+use super::queries::{CallFilter, CallRow, Reader};
 use super::*;
 use crate::clock::{Clock, WallTime};
 
-const CLOCK: Clock = Clock::Boot;
+pub(super) const CLOCK: Clock = Clock::Boot;
 /// Far longer than anything here takes; a test that runs into it fails.
-const LONG: Duration = Duration::from_secs(20);
+pub(super) const LONG: Duration = Duration::from_secs(20);
 
-fn start() -> CallStart {
+pub(super) fn start() -> CallStart {
     let now = CLOCK.wall();
     CallStart {
         id: CallId::new(now),
@@ -34,7 +36,7 @@ fn start() -> CallStart {
     }
 }
 
-fn end(start: CallStart) -> CallEnd {
+pub(super) fn end(start: CallStart) -> CallEnd {
     CallEnd {
         start,
         status: Some(200),
@@ -42,23 +44,29 @@ fn end(start: CallStart) -> CallEnd {
         first_token: Some(Duration::from_millis(120)),
         queued: Duration::from_micros(15),
         duration: Duration::from_millis(1500),
-        upstream_call: true,
+        sent: Some(Duration::from_millis(1)),
+        head: Some(Duration::from_millis(2)),
+        upstream_ended: Some(Duration::from_millis(3)),
         error: None,
     }
 }
 
-fn open(folder: &Path) -> Store {
+pub(super) fn open(folder: &Path) -> Store {
     Store::open(folder, CLOCK).expect("a store")
 }
 
 fn rows(folder: &Path) -> Vec<CallRow> {
     Reader::open(folder)
         .expect("a record")
-        .calls(&CallFilter::default(), 1000, None)
+        .calls(&CallsQuery {
+            limit: 1000,
+            ..CallsQuery::default()
+        })
         .expect("rows")
+        .calls
 }
 
-fn database(folder: &Path) -> PathBuf {
+pub(super) fn database(folder: &Path) -> PathBuf {
     folder.join(DATABASE_FILE)
 }
 
@@ -75,7 +83,7 @@ fn names_with(folder: &Path, word: &str) -> Vec<String> {
 
 /// Looks again until `done`; time is only the limit.
 #[track_caller]
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+pub(super) fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let begin = CLOCK.now();
     while !done() {
         assert!(CLOCK.now() - begin < LONG, "never came: {what}");
@@ -126,6 +134,9 @@ fn a_call_is_written_with_all_that_is_known() {
             upstream_call: Some(true),
             first_token: Some(Duration::from_millis(120)),
             queued: Some(Duration::from_micros(15)),
+            sent: Some(Duration::from_millis(1)),
+            head: Some(Duration::from_millis(2)),
+            upstream_ended: Some(Duration::from_millis(3)),
             duration: Some(Duration::from_millis(1500)),
             error: Some("connection refused".to_owned()),
         }]
@@ -134,6 +145,7 @@ fn a_call_is_written_with_all_that_is_known() {
         store.health(),
         StoreHealth {
             recording: true,
+            bytes: store.health().bytes,
             ..StoreHealth::default()
         }
     );
@@ -682,13 +694,15 @@ fn an_older_database_is_copied_and_migrated() {
     let path = folder.path().join("old.db");
     let copy = folder.path().join("copy.db");
     let mut old = Connection::open(&path).expect("a database");
-    let first = ["CREATE TABLE a (x); INSERT INTO a VALUES (1)"];
+    let first = [Migration::sql(
+        "CREATE TABLE a (x); INSERT INTO a VALUES (1)",
+    )];
     migrate::migrate(&mut old, &first, &copy).expect("a first schema");
     assert!(!copy.exists(), "a new file needs no copy");
 
     let broken = [
         first[0],
-        "ALTER TABLE a ADD COLUMN y; ALTER TABLE nowhere ADD COLUMN z",
+        Migration::sql("ALTER TABLE a ADD COLUMN y; ALTER TABLE nowhere ADD COLUMN z"),
     ];
     migrate::migrate(&mut old, &broken, &copy).expect_err("a broken migration");
     assert_eq!(migrate::version(&old), Ok(1), "undone as a whole");
@@ -696,77 +710,13 @@ fn an_older_database_is_copied_and_migrated() {
         .expect_err("undone as a whole");
     fs::remove_file(&copy).expect("the copy of the attempt");
 
-    let second = [first[0], "ALTER TABLE a ADD COLUMN y"];
+    let second = [first[0], Migration::sql("ALTER TABLE a ADD COLUMN y")];
     migrate::migrate(&mut old, &second, &copy).expect("a second schema");
     assert_eq!(migrate::version(&old), Ok(2));
     old.prepare("SELECT y FROM a").expect("the new column");
     let copied = Connection::open(&copy).expect("a copy");
     assert_eq!(migrate::version(&copied), Ok(1));
     copied.prepare("SELECT x FROM a").expect("the old table");
-}
-
-#[test]
-fn filters_and_pages_narrow() {
-    let folder = TempDir::new().expect("a folder");
-    let store = open(folder.path());
-    let at = |seconds: i64, tool: &str, provider: &str| {
-        let started = WallTime(1_790_000_000_000_000 + seconds * 1_000_000);
-        CallStart {
-            id: CallId::new(started),
-            started,
-            tool: Arc::from(tool),
-            provider: Arc::from(provider),
-            ..start()
-        }
-    };
-    store.finished(end(at(0, "claude-code", "anthropic")));
-    store.finished(end(at(1, "claude-cli", "anthropic")));
-    store.finished(CallEnd {
-        outcome: Outcome::Refused,
-        ..end(at(2, "[aider]", "openai"))
-    });
-    store.opened(at(3, "aider", "openai"));
-    assert!(store.flush(LONG));
-    let reader = Reader::open(folder.path()).expect("a record");
-    let tools = |filter: CallFilter, limit, before| -> Vec<String> {
-        reader
-            .calls(&filter, limit, before)
-            .expect("rows")
-            .into_iter()
-            .map(|row| row.tool)
-            .collect()
-    };
-    let all = CallFilter::default;
-    assert_eq!(tools(all(), 2, None), ["aider", "[aider]"]);
-    let cursor = reader.calls(&all(), 2, None).expect("rows")[1]
-        .id
-        .parse()
-        .expect("an id");
-    assert_eq!(tools(all(), 9, Some(cursor)), ["claude-cli", "claude-code"]);
-    let of_tool = |tool: &str| CallFilter {
-        tool: Some(tool.to_owned()),
-        ..all()
-    };
-    assert_eq!(
-        tools(of_tool("claude*"), 9, None),
-        ["claude-cli", "claude-code"]
-    );
-    assert_eq!(tools(of_tool("[aider]"), 9, None), ["[aider]"]);
-    let outcome = |outcome| CallFilter {
-        outcome: Some(outcome),
-        ..all()
-    };
-    assert_eq!(tools(outcome(OutcomeFilter::Open), 9, None), ["aider"]);
-    assert_eq!(
-        tools(outcome(OutcomeFilter::Ended(Outcome::Refused)), 9, None),
-        ["[aider]"]
-    );
-    let since = CallFilter {
-        since: Some(WallTime(1_790_000_001_000_000)),
-        provider: Some("anthropic".to_owned()),
-        ..all()
-    };
-    assert_eq!(tools(since, 9, None), ["claude-cli"]);
 }
 
 #[test]

@@ -7,13 +7,18 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use rusqlite::{Connection, Transaction, TransactionBehavior, params};
+use rusqlite::{
+    Connection, ErrorCode, OptionalExtension as _, Transaction, TransactionBehavior, params,
+};
 use tracing::{info, warn};
 
+use super::bodies::{self, Body, BodyWriter};
 use super::database::{self, OpenError};
 use super::folder_lock::{FolderLock, LockError};
 use super::inbox::{Batch, Desk, Turn, Wait};
-use super::{CallEnd, CallId, CallStart, DATABASE_FILE, StoreError};
+use super::retention::Upkeep;
+use super::rollup::{self, Rollup};
+use super::{CallEnd, CallId, CallStart, DATABASE_FILE, Outcome, StoreError};
 use crate::clock::Clock;
 
 /// How long a batch gathers. Most of what a `kill -9` may cost: the promise is 200 ms.
@@ -39,6 +44,10 @@ pub(super) fn start(data_dir: &Path, clock: Clock, desk: Arc<Desk>) -> Result<()
         database: None,
         identity: None,
         trusted: true,
+        may_be_written: false,
+        upkeep: Upkeep::new(clock.now()),
+        bodies: Vec::new(),
+        body_writer: None,
         pause: GATHER,
         drops_told: 0,
     };
@@ -72,6 +81,15 @@ struct Writer {
     /// A commit has worked since the file was last set aside. Without one, a disk that damages
     /// all it is given would be filled with files set aside.
     trusted: bool,
+    /// Ends may be on record before they are written: a commit was reported as failed, or the
+    /// file was opened anew and calls still open were marked as interrupted. Then each is looked
+    /// up first, so that it is summed up once.
+    may_be_written: bool,
+    upkeep: Upkeep,
+    /// Taken and not yet written.
+    bodies: Vec<Body>,
+    /// Made for the first body.
+    body_writer: Option<BodyWriter>,
     pause: Duration,
     drops_told: u64,
 }
@@ -106,7 +124,15 @@ impl Writer {
             let turn = self.desk.wait(if failed {
                 Wait::Retry(self.pause)
             } else {
-                Wait::ForRows(GATHER)
+                Wait::ForRows {
+                    gather: GATHER,
+                    // Bodies are written a portion at a time, rows between them.
+                    rest: if self.bodies.is_empty() {
+                        self.upkeep.rests(self.clock.now())
+                    } else {
+                        GATHER
+                    },
+                }
             });
             self.desk.take(&mut batch, &mut spare);
             self.tell_drops();
@@ -114,6 +140,11 @@ impl Writer {
             if turn == Turn::Close {
                 self.end(&mut batch, &mut spare, failed);
                 return;
+            }
+            // Rows come first: neither of these may keep them from being written.
+            if !failed {
+                self.write_bodies();
+                self.tend();
             }
         }
     }
@@ -138,10 +169,55 @@ impl Writer {
                 true
             }
             Err(trouble) => {
+                self.may_be_written = true;
                 self.tell(&trouble);
                 self.desk.kept(batch);
                 false
             }
+        }
+    }
+
+    /// Writes a portion of the bodies that wait. Where they do not fit they are given up: a full
+    /// disk's last pages are for rows.
+    fn write_bodies(&mut self) {
+        self.desk.take_bodies(&mut self.bodies);
+        let portion = bodies::portion(&self.bodies);
+        let Some(connection) = self.database.as_mut().filter(|_| portion > 0) else {
+            return;
+        };
+        let written = match &mut self.body_writer {
+            Some(writer) => writer.write(connection, &self.bodies[..portion]),
+            none => BodyWriter::new()
+                .map_err(|error| rusqlite::Error::ToSqlConversionFailure(error.into()))
+                .and_then(|writer| {
+                    none.insert(writer)
+                        .write(connection, &self.bodies[..portion])
+                }),
+        };
+        match &written {
+            Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => return,
+            Err(error) => warn!(%error, bodies = portion, "bodies are not kept"),
+            Ok(()) => self.upkeep.written(self.clock.now()),
+        }
+        let done: Vec<Body> = self.bodies.drain(..portion).collect();
+        self.desk.bodies_done(&done, written.is_ok());
+    }
+
+    /// Keeps the record within its age and size.
+    fn tend(&mut self) {
+        let now = self.clock.now();
+        if let Some(settings) = self.desk.settings() {
+            self.upkeep.configure(settings, now);
+        }
+        let Some(connection) = &mut self.database else {
+            return;
+        };
+        let path = self.folder.join(DATABASE_FILE);
+        match self.upkeep.step(connection, &path, now, self.clock.wall()) {
+            Ok(Some(tended)) => self.desk.tended(tended),
+            Ok(None) => {}
+            // Whatever it is, the next commit meets it too, and says so.
+            Err(error) => info!(%error, "the call log is not made smaller"),
         }
     }
 
@@ -161,9 +237,17 @@ impl Writer {
         // Immediate: a lock held elsewhere shows here, before any work.
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         insert_opened(&transaction, &batch.opened)?;
+        let mut rollup = Rollup::default();
+        for end in &batch.ended {
+            if !self.may_be_written || is_first_end(&transaction, end)? {
+                rollup.count(end);
+            }
+        }
         insert_ended(&transaction, &batch.ended)?;
+        rollup.write(&transaction)?;
         transaction.commit()?;
         self.trusted = true;
+        self.upkeep.written(self.clock.now());
         Ok(())
     }
 
@@ -191,6 +275,8 @@ impl Writer {
             }
         });
         self.database = Some(opened?);
+        // Not the first time that this process opens one.
+        self.may_be_written |= self.identity.is_some();
         self.identity = database::identity(&path);
         Ok(())
     }
@@ -264,6 +350,14 @@ impl Writer {
                 "the call log ends without its last rows"
             );
         }
+        while !failed && self.database.is_some() {
+            let waiting = self.bodies.len();
+            self.write_bodies();
+            if self.bodies.is_empty() || self.bodies.len() == waiting {
+                break;
+            }
+        }
+        self.desk.bodies_done(&self.bodies, false);
         if let Some(connection) = self.database.take() {
             // As far as readers let it; what is left is folded in by whoever closes last.
             let folded = connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()));
@@ -346,8 +440,9 @@ fn insert_ended(transaction: &Transaction<'_>, ends: &[CallEnd]) -> rusqlite::Re
     let mut insert = transaction.prepare_cached(
         "INSERT OR REPLACE INTO calls (id, started_us, provider, route, model, tool, billing,
            streaming, dedup, request_key, outcome, status, upstream_call, first_token_us,
-           queued_us, duration_us, error)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)",
+           queued_us, duration_us, sent_us, head_us, upstream_ended_us, error)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18,
+           ?19, ?20)",
     )?;
     for end in ends {
         let start = &end.start;
@@ -364,20 +459,43 @@ fn insert_ended(transaction: &Transaction<'_>, ends: &[CallEnd]) -> rusqlite::Re
             start.key.as_ref().map(<[u8; 32]>::as_slice),
             end.outcome.as_str(),
             end.status,
-            end.upstream_call,
+            end.sent.is_some(),
             end.first_token.map(micros),
             micros(end.queued),
             micros(end.duration),
+            end.sent.map(micros),
+            end.head.map(micros),
+            end.upstream_ended.map(micros),
             end.error.as_deref(),
         ])?;
     }
     Ok(())
 }
 
+/// Whether an end is not on record yet. One that was taken for interrupted is taken back.
+fn is_first_end(transaction: &Transaction<'_>, end: &CallEnd) -> rusqlite::Result<bool> {
+    let on_record: Option<Option<String>> = transaction
+        .prepare_cached("SELECT outcome FROM calls WHERE id = ?1")?
+        .query_row(
+            [&*end.start.id.0.array_to_str(&mut [0; ulid::ULID_LEN])],
+            |row| row.get(0),
+        )
+        .optional()?;
+    let Some(outcome) = on_record.flatten() else {
+        return Ok(true);
+    };
+    if outcome != Outcome::Interrupted.as_str() || end.outcome == Outcome::Interrupted {
+        return Ok(false);
+    }
+    rollup::take_back_interrupted(transaction, &end.start)?;
+    Ok(true)
+}
+
 fn micros(span: Duration) -> i64 {
     i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
 }
 
-fn name(text: &str) -> &str {
+/// As much of a name as is kept.
+pub(super) fn name(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_NAME)]
 }

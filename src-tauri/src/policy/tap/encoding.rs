@@ -87,6 +87,24 @@ pub fn decode_request(
     }
 }
 
+/// Decodes the beginning of a body, as far as it goes and to at most `limit` bytes; and whether
+/// that is all of it.
+pub fn decode_beginning(encoding: Encoding, body: &[u8], limit: usize) -> (Vec<u8>, bool) {
+    let sink = Bounded {
+        bytes: Vec::new(),
+        limit,
+        overflowed: false,
+    };
+    let Ok(mut decoder) = Decoder::new(encoding, sink) else {
+        return (Vec::new(), false);
+    };
+    // In small steps, so that what was decoded before a fault or the limit is there.
+    let decoded = body.chunks(BUFFER).try_for_each(|part| decoder.write(part));
+    let is_whole = decoded.and_then(|()| decoder.end()).is_ok();
+    let sink = decoder.sink_mut();
+    (std::mem::take(&mut sink.bytes), is_whole)
+}
+
 struct Bounded {
     bytes: Vec<u8>,
     limit: usize,
@@ -96,8 +114,13 @@ struct Bounded {
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // Decoders may offer what an error left behind once more, when they are dropped.
-        if self.overflowed || bytes.len() > self.limit - self.bytes.len() {
+        if self.overflowed {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let room = self.limit - self.bytes.len();
+        if bytes.len() > room {
             self.overflowed = true;
+            self.bytes.extend_from_slice(&bytes[..room]);
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         self.bytes.extend_from_slice(bytes);

@@ -31,7 +31,7 @@ use self::framing::{Event, Events, Lines, Piece, leading_type};
 use self::shape::Shape;
 use crate::policy::routing::Route;
 
-pub use self::encoding::{DecodeError, Encoding, decode_request};
+pub use self::encoding::{DecodeError, Encoding, decode_beginning, decode_request};
 pub use self::stream_error::StreamError;
 
 /// How a body is divided.
