@@ -3,6 +3,7 @@
 pub mod calls;
 pub mod check;
 pub mod key;
+pub mod repeats;
 mod serve;
 
 use std::net::IpAddr;
@@ -11,10 +12,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Args, Parser, Subcommand};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use directories::ProjectDirs;
 
-use crate::settings::{Overrides, Settings, write_default};
+use crate::settings::{Flag, Overrides, Settings, write_default};
 
 /// A local LLM proxy: point your tools at it, and identical calls cost once, a dead provider
 /// fails in a millisecond, and every call is on record.
@@ -97,6 +99,17 @@ enum Command {
     ///   traygate calls --since 2026-11-01 --format csv > november.csv
     #[command(verbatim_doc_comment)]
     Calls(calls::CallsArgs),
+    /// Say what share of calls repeat an earlier one
+    ///
+    ///   traygate repeats                        of all calls on record
+    ///   traygate repeats --since 7d --tool aider
+    ///   traygate repeats --from conversations.jsonl
+    ///
+    /// A call repeats an earlier one that has the same key: on record, the same provider, path,
+    /// credential and body, to the byte. It repeats it within 5 minutes, an hour, a day or ever,
+    /// by how long before it the latest such call came. Joined and cached calls count as calls.
+    #[command(verbatim_doc_comment)]
+    Repeats(repeats::RepeatsArgs),
 }
 
 /// Where to listen. They win over the settings file.
@@ -204,9 +217,23 @@ impl Places {
     }
 }
 
+/// The flags of the command that nobody gave, and a variable did.
+fn from_variables(matches: &ArgMatches) -> Vec<Flag> {
+    let Some((_, matches)) = matches.subcommand() else {
+        return Vec::new();
+    };
+    let is_variable = |flag: &Flag| {
+        let id = flag.name().replace('-', "_");
+        matches.value_source(&id) == Some(ValueSource::EnvVariable)
+    };
+    Flag::ALL.into_iter().filter(is_variable).collect()
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    match run(&Cli::parse()) {
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    match run(&cli, &matches) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("traygate: {error:#}");
@@ -215,9 +242,15 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+fn run(cli: &Cli, matches: &ArgMatches) -> anyhow::Result<ExitCode> {
     match &cli.command {
-        Command::Serve(args) => serve::run(&cli.places, args),
+        Command::Serve(args) => {
+            let overrides = Overrides {
+                from_variables: from_variables(matches),
+                ..args.overrides()
+            };
+            serve::run(&cli.places, args, overrides)
+        }
         Command::Check(listen) => {
             let config = cli.places.config()?;
             let data_dir = cli.places.data_dir()?;
@@ -231,10 +264,15 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Key(command) => {
             let settings = cli.places.settings(&Overrides::default())?;
-            key::run(command, &settings, &mut std::io::stdout().lock())
+            let data_dir = cli.places.data_dir()?;
+            key::run(command, &settings, &data_dir, &mut std::io::stdout().lock())
         }
         Command::Calls(args) => {
             calls::run(args, &cli.places.data_dir()?, &mut std::io::stdout().lock())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Repeats(args) => {
+            repeats::run(args, &cli.places.data_dir()?, &mut std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
     }

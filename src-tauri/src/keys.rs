@@ -342,6 +342,8 @@ type Read = dyn Fn(&str) -> Result<Option<StoredKey>, KeyError> + Send + Sync;
 pub struct Keys {
     read: Arc<Read>,
     held: watch::Sender<Held>,
+    /// They were handed in, and no keyring is theirs.
+    handed_in: bool,
 }
 
 #[derive(Default)]
@@ -358,10 +360,13 @@ struct Held {
 impl Keys {
     /// None, and none to come.
     pub fn empty() -> Keys {
-        Self::reading(Arc::new(|name: &str| read(name)))
+        Keys {
+            handed_in: true,
+            ..Self::reading(Arc::new(|name: &str| read(name)))
+        }
     }
 
-    /// These and no others until a [`Keys::reload`]: (provider, origin, key).
+    /// These and never others: (provider, origin, key).
     pub fn holding(keys: impl IntoIterator<Item = (Arc<str>, String, SecretString)>) -> Keys {
         let holder = Self::empty();
         holder.held.send_modify(|held| {
@@ -376,20 +381,28 @@ impl Keys {
     /// Begins to read the keys of these providers and origins, and the access token; returns
     /// at once. [`Keys::ready`] waits for them.
     pub fn start_loading(wanted: Vec<(Arc<str>, String)>) -> Keys {
-        let keys = Self::empty();
+        let keys = Self::reading(Arc::new(|name: &str| read(name)));
         keys.reload(wanted);
         keys
     }
 
     fn reading(read: Arc<Read>) -> Keys {
         let (held, _) = watch::channel(Held::default());
-        Keys { read, held }
+        Keys {
+            read,
+            held,
+            handed_in: false,
+        }
     }
 
     /// Reads all of them anew, in the background: after a key was set or deleted, or when a
     /// provider's address changed. A key bound to another origin than the new one is gone at
-    /// once; the others stay until they have been read.
+    /// once; the others stay until they have been read. Keys that were handed in stay as they are:
+    /// each says for which origin it is.
     pub fn reload(&self, wanted: Vec<(Arc<str>, String)>) {
+        if self.handed_in {
+            return;
+        }
         let access_token = (Arc::from(ACCESS_TOKEN), String::new());
         let wanted: HashMap<_, _> = wanted.into_iter().chain([access_token]).collect();
         self.held.send_modify(|held| {
@@ -656,6 +669,7 @@ mod tests {
             (Arc::from("openai"), ORIGIN.to_owned(), "sk-1".into()),
             (Arc::from("other"), ORIGIN.to_owned(), "sk-2".into()),
         ]);
+        keys.handed_in = false;
         keys.read = Arc::new(move |_: &str| {
             let _ = gate.lock().unwrap().recv();
             Err(KeyError::Locked)

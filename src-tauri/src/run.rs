@@ -11,12 +11,13 @@ use tracing::warn;
 use url::Url;
 
 use crate::clock::Clock;
-use crate::core::{Core, Phase};
+use crate::core::{Core, Phase, watch_log};
 use crate::keys::Keys;
-use crate::listen::{ListenError, Listeners};
+use crate::listen::{Doors, ListenError, Listeners, serve};
 use crate::provider::clients::is_loopback;
 use crate::provider::demo::Demo;
-use crate::settings::{KeySource, ProviderKind, Settings};
+use crate::settings::on_disk::SettingsFile;
+use crate::settings::{KeySource, ProviderKind, Settings, live};
 use crate::store::{Store, StoreError};
 
 /// How long a keyring may take before it is said that there is no access token in it.
@@ -28,6 +29,8 @@ const LAST_ROWS: Duration = Duration::from_secs(3);
 /// What a start needs.
 pub struct Options {
     pub settings: Settings,
+    /// Where they were read from, to be watched and changed in place.
+    pub config: Option<SettingsFile>,
     pub data_dir: PathBuf,
     pub clock: Clock,
     /// These keys; `None` reads those of the OS keyring.
@@ -52,9 +55,7 @@ pub enum StartError {
 /// A running Traygate. Dropping it ends it at once.
 pub struct Running {
     core: Arc<Core>,
-    address: SocketAddr,
     warnings: Vec<String>,
-    drain: Duration,
     serving: JoinHandle<()>,
     _demo: Demo,
 }
@@ -67,6 +68,7 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     let mut settings = options.settings;
     // The folder first: a second process on it must not come as far as the port.
     let store = Store::open(&options.data_dir, options.clock)?;
+    store.configure(settings.log.clone());
     let listeners = Listeners::bind(settings.server.port, &settings.server.host)?;
     refuse_loops(&settings, listeners.port())?;
     let demo = Demo::start().await.map_err(StartError::Demo)?;
@@ -75,10 +77,16 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
         Some(keys) => keys,
         None => Keys::start_loading(wanted_keys(&settings)),
     };
-    let drain = settings.server.drain;
-    let core = Arc::new(Core::new(settings, store, keys, options.clock));
-    let address = listeners.address();
+    let mut core = Core::new(settings, store, keys, options.clock);
+    core.listener.listens_on(listeners.address());
     let mut warnings = listeners.warnings.clone();
+    let (doors, accepted) = Doors::open(listeners, core.listener.clone());
+    core.take_control(options.config.clone(), demo.addr(), doors);
+    let core = Arc::new(core);
+    if let Err(error) = core.write_runtime_file() {
+        // The command line will not find it; nothing else needs it.
+        warn!(%error, "the runtime file could not be written");
+    }
     warnings.extend(settings_warnings(&core.world().settings));
     for warning in &warnings {
         warn!("{warning}");
@@ -86,19 +94,21 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     if !core.world().settings.server.host.is_empty() {
         tokio::spawn(warn_without_token(core.keys.clone()));
     }
-    let serving = tokio::spawn(listeners.serve(core.clone()));
+    tokio::spawn(watch_log(Arc::downgrade(&core)));
+    let serving = tokio::spawn(serve(core.clone(), accepted));
+    if let Some(file) = options.config {
+        tokio::spawn(live::watch(core.clone(), file));
+    }
     Ok(Running {
         core,
-        address,
         warnings,
-        drain,
         serving,
         _demo: demo,
     })
 }
 
 /// A call to oneself goes round until every descriptor is used up.
-fn refuse_loops(settings: &Settings, port: u16) -> Result<(), StartError> {
+pub(crate) fn refuse_loops(settings: &Settings, port: u16) -> Result<(), StartError> {
     let is_own = |url: &Url| {
         let host_is_own = is_loopback(url)
             || url
@@ -121,7 +131,7 @@ fn refuse_loops(settings: &Settings, port: u16) -> Result<(), StartError> {
 }
 
 /// What was set and cannot work, or does nothing.
-fn settings_warnings(settings: &Settings) -> Vec<String> {
+pub(crate) fn settings_warnings(settings: &Settings) -> Vec<String> {
     let mut warnings: Vec<String> = settings
         .not_in_effect()
         .into_iter()
@@ -141,7 +151,7 @@ fn settings_warnings(settings: &Settings) -> Vec<String> {
 }
 
 /// Callers from elsewhere are all refused until there is a token, and would not know why.
-async fn warn_without_token(keys: Keys) {
+pub(crate) async fn warn_without_token(keys: Keys) {
     keys.ready(KEYRING_PATIENCE).await;
     if keys.access_token().is_none() {
         warn!(
@@ -150,7 +160,7 @@ async fn warn_without_token(keys: Keys) {
     }
 }
 
-fn point_at_demo(settings: &mut Settings, address: SocketAddr) {
+pub(crate) fn point_at_demo(settings: &mut Settings, address: SocketAddr) {
     for provider in &mut settings.providers {
         if provider.kind == ProviderKind::Demo {
             let url = &mut provider.base_url;
@@ -161,7 +171,7 @@ fn point_at_demo(settings: &mut Settings, address: SocketAddr) {
 }
 
 /// The providers whose key may be in the keyring, with the origins the keys are bound to.
-fn wanted_keys(settings: &Settings) -> Vec<(Arc<str>, String)> {
+pub(crate) fn wanted_keys(settings: &Settings) -> Vec<(Arc<str>, String)> {
     settings
         .providers
         .iter()
@@ -172,8 +182,12 @@ fn wanted_keys(settings: &Settings) -> Vec<(Arc<str>, String)> {
 }
 
 impl Running {
+    /// Where it listens now: the settings may move it.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.core
+            .listener
+            .address()
+            .expect("a running one listens from its start on")
     }
 
     pub fn core(&self) -> &Arc<Core> {
@@ -193,6 +207,7 @@ impl Running {
 
     /// The same, and cuts what still runs once `hurry` is ready.
     pub async fn shut_down_or(mut self, hurry: impl Future<Output = ()>) -> usize {
+        let drain = self.core.world().settings.server.drain;
         let calls = self.core.open_calls.clone();
         calls.enter(Phase::Draining);
         let all_done = async {
@@ -201,9 +216,10 @@ impl Running {
         };
         tokio::select! {
             () = all_done => {}
-            () = tokio::time::sleep(self.drain) => {}
+            () = tokio::time::sleep(drain) => {}
             () = hurry => {}
         }
+        self.core.remove_runtime_file();
         let cut = calls.count();
         // Clients first: what shared calls say of their own end is not for them.
         calls.enter(Phase::Cutting);

@@ -1,6 +1,7 @@
 //! `traygate key`: puts provider keys into the system's keyring and takes them out again.
 
 use std::io::{IsTerminal, Read, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -11,6 +12,7 @@ use secrecy::SecretString;
 use secrecy::zeroize::Zeroizing;
 
 use crate::keys::{self, ACCESS_TOKEN, KeyError, KeyState};
+use crate::runtime;
 use crate::settings::{KeySource, ProviderSettings, Settings};
 
 /// After which a silent keyring is explained.
@@ -59,6 +61,7 @@ pub struct Named {
 pub fn run(
     command: &KeyCommand,
     settings: &Settings,
+    data_dir: &Path,
     out: &mut impl Write,
 ) -> anyhow::Result<ExitCode> {
     match command {
@@ -68,6 +71,7 @@ pub fn run(
             patiently(|| keys::set(&target.name, &target.origin, &key))
                 .with_context(|| format!("the key of {} was not stored", target.name))?;
             writeln!(out, "{}", target.stored())?;
+            tell_running(data_dir, out)?;
         }
         KeyCommand::Delete(named) => {
             let target = named.target(settings)?;
@@ -79,6 +83,9 @@ pub fn run(
                 "There was no stored"
             };
             writeln!(out, "{what} key of {}.", target.name)?;
+            if deleted {
+                tell_running(data_dir, out)?;
+            }
         }
         KeyCommand::List { provider } => {
             let targets = match provider {
@@ -100,6 +107,21 @@ pub fn run(
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A Traygate that runs on this folder reads the keyring again.
+fn tell_running(data_dir: &Path, out: &mut impl Write) -> anyhow::Result<()> {
+    let Some(running) = runtime::find(data_dir) else {
+        return Ok(());
+    };
+    let tokio = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("the runtime cannot start")?;
+    if tokio.block_on(running.reload_keys()) {
+        writeln!(out, "The running Traygate goes by it from now on.")?;
+    }
+    Ok(())
 }
 
 /// Does `work`, and says what it may be waiting for if that takes long.
@@ -271,7 +293,7 @@ mod tests {
     fn refusal(line: &[&str]) -> anyhow::Error {
         let args = Cli::try_parse_from(line).unwrap_or_else(|error| panic!("{error}"));
         let mut out = Vec::new();
-        let error = run(&args.key, &settings(), &mut out).unwrap_err();
+        let error = run(&args.key, &settings(), Path::new("nowhere"), &mut out).unwrap_err();
         assert!(out.is_empty());
         error
     }

@@ -16,11 +16,13 @@ use super::{Places, ServeArgs};
 use crate::clock::Clock;
 use crate::listen::ListenError;
 use crate::run::{Options, Running, StartError, start};
+use crate::settings::Overrides;
+use crate::settings::on_disk::SettingsFile;
 
 /// The exit code where the port or the data folder is somebody else's.
 const TAKEN: u8 = 2;
 
-pub fn run(places: &Places, args: &ServeArgs) -> anyhow::Result<ExitCode> {
+pub fn run(places: &Places, args: &ServeArgs, overrides: Overrides) -> anyhow::Result<ExitCode> {
     // The libraries never say more than `info`, whatever the filter: their traces hold headers, and
     // headers hold keys.
     let no_traces =
@@ -33,7 +35,11 @@ pub fn run(places: &Places, args: &ServeArgs) -> anyhow::Result<ExitCode> {
     tracing_subscriber::registry().with(lines).init();
     raise_descriptor_limit();
     let options = Options {
-        settings: places.settings(&args.overrides())?,
+        settings: places.settings(&overrides)?,
+        config: Some(SettingsFile {
+            path: places.config()?,
+            overrides,
+        }),
         data_dir: places.data_dir()?,
         clock: Clock::Boot,
         keys: None,
@@ -117,6 +123,9 @@ fn greet(running: &Running) {
          curl http://{address}/v1/chat/completions -H 'content-type: application/json' -d '{{\"model\":\"demo\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
         env!("CARGO_PKG_VERSION"),
     );
+    if let Some(link) = running.core().link() {
+        let _ = writeln!(out, "See and steer it:\n\n  {link}\n");
+    }
     let health = running.core().store.health();
     let record = health.last_error.filter(|_| !health.recording);
     let record = record.map(|error| format!("calls are not on record: {error}"));

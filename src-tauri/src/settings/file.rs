@@ -10,18 +10,26 @@ use http::{HeaderName, HeaderValue};
 use url::Url;
 
 use super::error::{Fault, closest};
-use super::section::{Section, pattern};
+use super::section::{Known, Section, pattern};
 use super::shipped::{blank, demo_placeholder, shipped};
 use super::{
     BodyLog, Budget, DedupMode, DedupRule, DedupSettings, KeySource, Limits, LogSettings,
     Nanodollars, NotifySettings, Pattern, Period, PriceRule, ProviderKind, ProviderSettings,
-    RouteRule, ServerSettings, Settings, SpendSettings, Unpriced, same_bare_paths,
+    RouteRule, ServerSettings, Settings, Source, SpendSettings, Unpriced, same_bare_paths,
 };
 use crate::policy::breaker::BreakerSettings;
 
 pub(super) const CONCURRENCY: RangeInclusive<u32> = 1..=10_000;
 pub(super) const TIMEOUT_SECS: RangeInclusive<f64> = 0.01..=86_400.0;
 pub(super) const WINDOW_SECS: RangeInclusive<f64> = 0.0..=2_592_000.0;
+
+pub(super) const KINDS: &[(&str, ProviderKind)] = &[
+    ("openai", ProviderKind::OpenAi),
+    ("anthropic", ProviderKind::Anthropic),
+    ("ollama", ProviderKind::Ollama),
+    ("llama-cpp", ProviderKind::LlamaCpp),
+    ("demo", ProviderKind::Demo),
+];
 
 const PLACEHOLDER_KEYS: &[&str] = &["traygate", "local", "none", "x", "ollama", "sk-local"];
 const RETRY_TOOLS: &[&str] = &[
@@ -54,9 +62,28 @@ const RESERVED_NAMES: &[&str] = &[
     "responses",
 ];
 
+/// A file in which every list has an entry, so that reading it asks for every setting there is.
+const ONE_OF_EACH: &str = "\
+    [[provider]]\nname = \"openai\"\n\
+    [[route]]\nmodel = \"*\"\nprovider = \"openai\"\n\
+    [[price]]\nmodel = \"*\"\ninput = 0\noutput = 0\n\
+    [[budget]]\nper = \"day\"\nusd = 0\n\
+    [[dedup.rule]]\nmode = \"off\"\n";
+
+/// Every setting there is, and what it takes.
+pub(super) fn known() -> Known {
+    let root = Section::root(ONE_OF_EACH).expect("it is TOML, as the tests show");
+    let known = root.known();
+    read_root(root).expect("it is right, as the tests show");
+    known.take()
+}
+
 /// Reads a whole file.
 pub(super) fn read(text: &str) -> Result<Settings, Fault> {
-    let mut root = Section::root(text)?;
+    read_root(Section::root(text)?)
+}
+
+fn read_root(mut root: Section<'_>) -> Result<Settings, Fault> {
     let server = server(root.table("server")?)?;
     let dedup = dedup(root.table("dedup")?)?;
     let log = log(root.table("log")?)?;
@@ -87,6 +114,7 @@ pub(super) fn read(text: &str) -> Result<Settings, Fault> {
         notify,
         providers,
         routes,
+        source: Source::default(),
     })
 }
 
@@ -421,13 +449,6 @@ struct GivenProvider<'t> {
 
 impl<'t> GivenProvider<'t> {
     fn read(mut section: Section<'t>) -> Result<Self, Fault> {
-        const KINDS: &[(&str, ProviderKind)] = &[
-            ("openai", ProviderKind::OpenAi),
-            ("anthropic", ProviderKind::Anthropic),
-            ("ollama", ProviderKind::Ollama),
-            ("llama-cpp", ProviderKind::LlamaCpp),
-            ("demo", ProviderKind::Demo),
-        ];
         let name = section
             .parsed("name", provider_name)?
             .ok_or_else(|| section.fault("name", "is missing"))?;

@@ -4,8 +4,14 @@
 //! it and hands out durations, addresses and patterns; nothing downstream parses or checks
 //! again. What every key means stands in `default.toml`, which is written where no file is.
 
+mod describe;
+mod edit;
 mod error;
+mod explained;
 mod file;
+pub mod live;
+pub mod on_disk;
+mod patch;
 mod section;
 mod shipped;
 
@@ -39,6 +45,29 @@ pub struct Settings {
     pub providers: Vec<ProviderSettings>,
     /// The first that matches wins. The last is built in: `demo*` goes to `demo`.
     pub routes: Vec<RouteRule>,
+    /// What they were read from.
+    pub source: Source,
+}
+
+/// What settings were read from, to tell of each where it comes from.
+#[derive(Clone, Default)]
+pub struct Source {
+    /// The file's text. It may hold credentials, in `headers`.
+    pub(crate) text: Arc<str>,
+    pub(crate) overrides: Overrides,
+}
+
+/// Where settings come from is no part of what they are.
+impl PartialEq for Source {
+    fn eq(&self, _other: &Source) -> bool {
+        true
+    }
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Source").finish_non_exhaustive()
+    }
 }
 
 /// `[server]`: where Traygate listens and whom it serves.
@@ -241,6 +270,19 @@ pub enum ProviderKind {
     Demo,
 }
 
+impl ProviderKind {
+    /// The word in the settings.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::OpenAi => "openai",
+            Self::Anthropic => "anthropic",
+            Self::Ollama => "ollama",
+            Self::LlamaCpp => "llama-cpp",
+            Self::Demo => "demo",
+        }
+    }
+}
+
 /// Whose key a call goes out with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KeySource {
@@ -332,6 +374,85 @@ pub struct Overrides {
     /// For every provider.
     pub concurrency: Option<usize>,
     pub dedup_window: Option<Duration>,
+    /// Those of them that come from a variable and not from a flag.
+    pub from_variables: Vec<Flag>,
+}
+
+/// A flag that wins over the file, or its variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flag {
+    Host,
+    Port,
+    Timeout,
+    Concurrency,
+    DedupSecs,
+}
+
+impl Flag {
+    pub const ALL: [Flag; 5] = [
+        Flag::Host,
+        Flag::Port,
+        Flag::Timeout,
+        Flag::Concurrency,
+        Flag::DedupSecs,
+    ];
+
+    /// `dedup-secs` of `--dedup-secs` and `TRAYGATE_DEDUP_SECS`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Flag::Host => "host",
+            Flag::Port => "port",
+            Flag::Timeout => "timeout",
+            Flag::Concurrency => "concurrency",
+            Flag::DedupSecs => "dedup-secs",
+        }
+    }
+
+    /// Whether it wins over the file's `field`: `server.port`, `provider.openai.timeout_secs`.
+    fn wins_over(self, field: &str) -> bool {
+        let of_limits = |keys: &[&str]| {
+            let key = field.rsplit('.').next().unwrap_or_default();
+            (field.starts_with("limits.") || field.starts_with("provider.")) && keys.contains(&key)
+        };
+        match self {
+            Flag::Host => field == "server.host",
+            Flag::Port => field == "server.port",
+            Flag::Timeout => of_limits(&["timeout_secs", "unstreamed_timeout_secs"]),
+            Flag::Concurrency => of_limits(&["concurrency"]),
+            Flag::DedupSecs => field == "dedup.window_secs",
+        }
+    }
+}
+
+impl Overrides {
+    fn is_given(&self, flag: Flag) -> bool {
+        match flag {
+            Flag::Host => self.host.is_some(),
+            Flag::Port => self.port.is_some(),
+            Flag::Timeout => self.timeout.is_some(),
+            Flag::Concurrency => self.concurrency.is_some(),
+            Flag::DedupSecs => self.dedup_window.is_some(),
+        }
+    }
+
+    /// What wins over the file's `field`, if anything does.
+    fn winner(&self, field: &str) -> Option<Flag> {
+        let mut flags = Flag::ALL.into_iter();
+        flags.find(|flag| self.is_given(*flag) && flag.wins_over(field))
+    }
+
+    /// What wins over the file's `field`, as a person wrote it: `--port`, `TRAYGATE_PORT`.
+    pub fn locks(&self, field: &str) -> Option<String> {
+        self.winner(field).map(|flag| self.written(flag))
+    }
+
+    fn written(&self, flag: Flag) -> String {
+        if self.from_variables.contains(&flag) {
+            format!("TRAYGATE_{}", flag.name().replace('-', "_").to_uppercase())
+        } else {
+            format!("--{}", flag.name())
+        }
+    }
 }
 
 impl Settings {
@@ -348,23 +469,26 @@ impl Settings {
     /// # Errors
     /// The first thing that is wrong, or why the file cannot be read.
     pub fn load(path: &Path, overrides: &Overrides) -> Result<Settings, SettingsError> {
-        let unreadable = |line, reason: String| SettingsError {
-            file: Some(path.to_owned()),
-            line,
-            column: None,
-            field: String::new(),
-            reason,
-            help: None,
-        };
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(unreadable(None, format!("cannot be read: {error}"))),
+            Err(error) => {
+                return Err(unreadable(path, None, format!("cannot be read: {error}")));
+            }
         };
-        let text = std::str::from_utf8(&bytes).map_err(|wrong| {
+        Self::of_bytes(&bytes, path, overrides)
+    }
+
+    /// What a file at `path` with these bytes says.
+    fn of_bytes(
+        bytes: &[u8],
+        path: &Path,
+        overrides: &Overrides,
+    ) -> Result<Settings, SettingsError> {
+        let text = std::str::from_utf8(bytes).map_err(|wrong| {
             let good = String::from_utf8_lossy(&bytes[..wrong.valid_up_to()]);
             let (line, _) = error::line_and_column(&good, good.len());
-            unreadable(Some(line), "is not UTF-8 text".to_owned())
+            unreadable(path, Some(line), "is not UTF-8 text".to_owned())
         })?;
         Self::parse_from(text, path, overrides)
     }
@@ -376,6 +500,10 @@ impl Settings {
     ) -> Result<Settings, SettingsError> {
         let mut settings = file::read(text).map_err(|fault| fault.locate(text, path))?;
         settings.lay_over(overrides)?;
+        settings.source = Source {
+            text: Arc::from(text),
+            overrides: overrides.clone(),
+        };
         Ok(settings)
     }
 
@@ -417,10 +545,6 @@ impl Settings {
                 "[spend], [[price]] and [[budget]] are not in effect in this version: nothing is priced and no budget is held",
             ),
             (
-                self.log != default.log,
-                "[log] is not in effect in this version: everything stays on record, and bodies are never kept",
-            ),
-            (
                 self.notify != default.notify,
                 "[notify] is not in effect in this version",
             ),
@@ -444,6 +568,18 @@ impl Settings {
         self.providers
             .iter()
             .find(|provider| provider.default && same_bare_paths(provider.kind, kind))
+    }
+}
+
+/// The file as a whole is at fault, or a line of it that is no text.
+fn unreadable(path: &Path, line: Option<u32>, reason: String) -> SettingsError {
+    SettingsError {
+        file: Some(path.to_owned()),
+        line,
+        column: None,
+        field: String::new(),
+        reason,
+        help: None,
     }
 }
 

@@ -1,7 +1,9 @@
 //! Reads a TOML table key by key; whatever is wrong knows its line.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
+use std::rc::Rc;
 use std::time::Duration;
 
 use toml::Spanned;
@@ -12,11 +14,30 @@ use super::{Nanodollars, Pattern};
 
 type Entry<'t> = (Range<usize>, Spanned<DeValue<'t>>);
 
+/// What a setting takes, as its reader asked for it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Kind {
+    /// `true or false`, `whole number`, `number`, `dollars`, `text`, `list`, `table`.
+    pub takes: &'static str,
+    /// `seconds`, `days`, `megabytes`; empty where it has none.
+    pub unit: &'static str,
+    pub range: Option<(f64, f64)>,
+    /// The words of which it takes one.
+    pub choices: Vec<&'static str>,
+}
+
+/// Every setting that was asked for, by its section (`server`, `dedup.rule`) and key.
+pub(super) type Known = BTreeMap<(String, &'static str), Kind>;
+
 /// One table of the file. Every key it may have is asked for by name; [`Section::finish`]
 /// refuses what nobody asked for.
 pub(super) struct Section<'t> {
     /// How a person would point at this table: `[server]`, `provider "x"`. Empty at the top.
     place: String,
+    /// The same for programs: `server`, `dedup.rule`. Empty at the top.
+    path: String,
+    /// All sections of a file share it.
+    known: Rc<RefCell<Known>>,
     /// Where the table begins; `None` where the file does not have it.
     at: Option<Range<usize>>,
     /// What has not been asked for yet.
@@ -38,16 +59,51 @@ impl<'t> Section<'t> {
             )
         })?;
         let at = table.span();
-        Ok(Self::new(String::new(), Some(at), table.into_inner()))
+        let known = Rc::default();
+        let table = table.into_inner();
+        Ok(Self::new(
+            String::new(),
+            String::new(),
+            known,
+            Some(at),
+            table,
+        ))
     }
 
-    fn new(place: String, at: Option<Range<usize>>, table: DeTable<'t>) -> Self {
+    /// What has been asked for so far, in this section and all others of its file.
+    pub(super) fn known(&self) -> Rc<RefCell<Known>> {
+        self.known.clone()
+    }
+
+    fn within(
+        &self,
+        place: String,
+        key: &str,
+        at: Option<Range<usize>>,
+        table: DeTable<'t>,
+    ) -> Self {
+        let path = match self.path.as_str() {
+            "" => key.to_owned(),
+            path => format!("{path}.{key}"),
+        };
+        Self::new(place, path, self.known.clone(), at, table)
+    }
+
+    fn new(
+        place: String,
+        path: String,
+        known: Rc<RefCell<Known>>,
+        at: Option<Range<usize>>,
+        table: DeTable<'t>,
+    ) -> Self {
         let rest = table
             .into_iter()
             .map(|(key, value)| (key.get_ref().to_string(), (key.span(), value)))
             .collect();
         Self {
             place,
+            path,
+            known,
             at,
             rest,
             asked: BTreeMap::new(),
@@ -73,6 +129,19 @@ impl<'t> Section<'t> {
         }
     }
 
+    fn note(&self, key: &'static str, kind: Kind) {
+        let mut known = self.known.borrow_mut();
+        known.insert((self.path.clone(), key), kind);
+    }
+
+    fn takes(&self, key: &'static str, takes: &'static str) {
+        let kind = Kind {
+            takes,
+            ..Kind::default()
+        };
+        self.note(key, kind);
+    }
+
     fn take(&mut self, key: &'static str) -> Option<DeValue<'t>> {
         match self.rest.remove(key) {
             Some((_, value)) => {
@@ -87,6 +156,7 @@ impl<'t> Section<'t> {
     }
 
     pub(super) fn boolean(&mut self, key: &'static str) -> Result<Option<bool>, Fault> {
+        self.takes(key, "true or false");
         match self.take(key) {
             None => Ok(None),
             Some(DeValue::Boolean(value)) => Ok(Some(value)),
@@ -100,6 +170,14 @@ impl<'t> Section<'t> {
         key: &'static str,
         range: RangeInclusive<u32>,
     ) -> Result<Option<u32>, Fault> {
+        self.note(
+            key,
+            Kind {
+                takes: "whole number",
+                range: Some(((*range.start()).into(), (*range.end()).into())),
+                ..Kind::default()
+            },
+        );
         let value = match self.take(key) {
             None => return Ok(None),
             Some(DeValue::Integer(value)) => value,
@@ -119,8 +197,17 @@ impl<'t> Section<'t> {
         &mut self,
         key: &'static str,
         range: RangeInclusive<f64>,
-        unit: &str,
+        unit: &'static str,
     ) -> Result<Option<f64>, Fault> {
+        self.note(
+            key,
+            Kind {
+                takes: "number",
+                unit: unit.trim_start(),
+                range: Some((*range.start(), *range.end())),
+                ..Kind::default()
+            },
+        );
         let (number, written) = match self.take(key) {
             None => return Ok(None),
             Some(DeValue::Integer(value)) => {
@@ -182,6 +269,7 @@ impl<'t> Section<'t> {
 
     /// Dollars, read digit by digit: 0.1 has no exact float.
     pub(super) fn dollars(&mut self, key: &'static str) -> Result<Option<Nanodollars>, Fault> {
+        self.takes(key, "dollars");
         let written = match self.take(key) {
             None => return Ok(None),
             Some(DeValue::Integer(value)) if value.radix() == 10 => value.to_string(),
@@ -200,6 +288,7 @@ impl<'t> Section<'t> {
     }
 
     pub(super) fn text(&mut self, key: &'static str) -> Result<Option<String>, Fault> {
+        self.takes(key, "text");
         match self.take(key) {
             None => Ok(None),
             Some(DeValue::String(value)) => Ok(Some(value.into_owned())),
@@ -238,6 +327,7 @@ impl<'t> Section<'t> {
     /// A list of texts; a single one counts as a list of one.
     pub(super) fn texts(&mut self, key: &'static str) -> Result<Option<Vec<String>>, Fault> {
         const WANTED: &str = "a list of texts in quotes";
+        self.takes(key, "list");
         match self.take(key) {
             None => Ok(None),
             Some(DeValue::String(value)) => Ok(Some(vec![value.into_owned()])),
@@ -259,6 +349,7 @@ impl<'t> Section<'t> {
         key: &'static str,
     ) -> Result<Option<Vec<(String, String)>>, Fault> {
         const WANTED: &str = "a table of texts, { name = \"value\" }";
+        self.takes(key, "table");
         match self.take(key) {
             None => Ok(None),
             Some(DeValue::Table(table)) => table
@@ -281,7 +372,14 @@ impl<'t> Section<'t> {
         key: &'static str,
         choices: &[(&'static str, T)],
     ) -> Result<Option<T>, Fault> {
-        let Some(word) = self.text(key)? else {
+        let word = self.text(key)?;
+        let kind = Kind {
+            takes: "text",
+            choices: choices.iter().map(|(name, _)| *name).collect(),
+            ..Kind::default()
+        };
+        self.note(key, kind);
+        let Some(word) = word else {
             return Ok(None);
         };
         if let Some((_, choice)) = choices.iter().find(|(name, _)| *name == word) {
@@ -304,8 +402,10 @@ impl<'t> Section<'t> {
     pub(super) fn table(&mut self, key: &'static str) -> Result<Section<'t>, Fault> {
         let place = format!("[{key}]");
         match self.take(key) {
-            None => Ok(Section::new(place, None, DeTable::new())),
-            Some(DeValue::Table(table)) => Ok(Section::new(place, self.asked[key].clone(), table)),
+            None => Ok(self.within(place, key, None, DeTable::new())),
+            Some(DeValue::Table(table)) => {
+                Ok(self.within(place, key, self.asked[key].clone(), table))
+            }
             Some(other) => Err(self
                 .wrong_type(key, "a section", &other)
                 .help(format!("Write `[{key}]` on a line of its own."))),
@@ -334,7 +434,7 @@ impl<'t> Section<'t> {
                 let at = entry.span();
                 match entry.into_inner() {
                     DeValue::Table(table) => {
-                        Ok(Section::new(format!("[[{path}]]"), Some(at), table))
+                        Ok(self.within(format!("[[{path}]]"), key, Some(at), table))
                     }
                     other => Err(self
                         .wrong_type(key, "a list of sections", &other)

@@ -470,6 +470,7 @@ fn flags_win_over_the_file_for_every_provider() {
         timeout: Some(Duration::from_secs_f64(1.5)),
         concurrency: Some(2),
         dedup_window: Some(Duration::ZERO),
+        from_variables: Vec::new(),
     };
     let text = "[server]\nport = 1\n[[provider]]\nname = \"ollama\"\ntimeout_secs = 9";
     let settings = Settings::parse(text, &overrides).unwrap();
