@@ -4,6 +4,7 @@
 //! records is handed a [`WallTime`]. `clippy.toml` forbids asking elsewhere.
 
 use std::ops::{Add, Sub};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, SystemTime};
 
 /// A point on a monotonic clock that keeps running while the machine sleeps.
@@ -57,13 +58,16 @@ pub enum Clock {
     Boot,
     /// Tokio's clock, which tests can pause.
     Tokio,
+    /// The machine's clock since boot, and a wall clock that is off by so many microseconds: tests
+    /// set it as a person sets a clock.
+    Stepped(&'static AtomicI64),
 }
 
 impl Clock {
     /// The current moment.
     pub fn now(self) -> Moment {
         match self {
-            Clock::Boot => Moment(boot_time()),
+            Clock::Boot | Clock::Stepped(_) => Moment(boot_time()),
             Clock::Tokio => {
                 static ORIGIN: std::sync::OnceLock<tokio::time::Instant> =
                     std::sync::OnceLock::new();
@@ -82,9 +86,13 @@ impl Clock {
     pub fn wall(self) -> WallTime {
         #[expect(clippy::disallowed_methods, reason = "this is the clock")]
         let now = SystemTime::now();
-        WallTime(match now.duration_since(SystemTime::UNIX_EPOCH) {
+        let micros = match now.duration_since(SystemTime::UNIX_EPOCH) {
             Ok(since) => i64::try_from(since.as_micros()).unwrap_or(i64::MAX),
             Err(before) => -i64::try_from(before.duration().as_micros()).unwrap_or(i64::MAX),
+        };
+        WallTime(match self {
+            Clock::Boot | Clock::Tokio => micros,
+            Clock::Stepped(by) => micros.saturating_add(by.load(Ordering::Relaxed)),
         })
     }
 }

@@ -2,33 +2,43 @@
 //!
 //! Faces (the command line, the listener, later the tray and the pages) hold an `Arc<Core>`.
 
+mod apply;
+
 use std::future::Future;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, watch};
 
+use crate::admin::access::Token;
 use crate::call::dedup::Dedup;
-use crate::clock::Clock;
+use crate::call::live::LiveCalls;
+use crate::clock::{Clock, Moment, WallTime};
+use crate::events::{Change, Event, Events};
 use crate::keys::Keys;
+use crate::listen::ListenerState;
+use crate::metrics::Metrics;
+use crate::mode::{Mode, ModeSwitch};
 use crate::policy::routing::Dialect;
 use crate::provider::Provider;
+use crate::runtime::{Runtime, RuntimeFile};
 use crate::settings::{ProviderKind, Settings};
 use crate::store::Store;
+
+pub use self::apply::{Applied, Control};
 
 /// Bytes of request bodies held in memory at once, all calls together. What does not fit waits
 /// in its socket.
 pub const BODIES_HELD: usize = 256 << 20;
 
-/// What Traygate does with calls as a whole.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Mode {
-    Normal = 0,
-    /// Every call is refused.
-    Refuse = 1,
-}
+/// How soon it is told that the record fares otherwise.
+const LOOK_AT_LOG: Duration = Duration::from_secs(1);
+
+/// The end of a mode is told at most so much late after the machine has slept: timers stand still
+/// meanwhile.
+const LOOK_AT_MODE: Duration = Duration::from_secs(30);
 
 /// The parts that calls share.
 pub struct Core {
@@ -39,8 +49,20 @@ pub struct Core {
     /// One permit a byte of [`BODIES_HELD`].
     pub bodies: Arc<Semaphore>,
     pub open_calls: Arc<OpenCalls>,
-    mode: AtomicU8,
+    /// The calls under way.
+    pub live: LiveCalls,
+    pub events: Events,
+    pub metrics: Metrics,
+    pub listener: Arc<ListenerState>,
+    /// Opens the admin API over HTTP.
+    pub token: Token,
+    runtime_file: Mutex<Option<RuntimeFile>>,
+    /// When this run began.
+    pub began: Moment,
+    pub started: WallTime,
+    mode: ModeSwitch,
     world: RwLock<Arc<World>>,
+    control: Control,
 }
 
 /// How far the end of the program has come.
@@ -129,8 +151,17 @@ impl Core {
             dedup: Arc::new(Dedup::new(settings.dedup.max_bytes, settings.dedup.window)),
             bodies: Arc::new(Semaphore::new(BODIES_HELD)),
             open_calls: Arc::default(),
-            mode: AtomicU8::new(Mode::Normal as u8),
+            live: LiveCalls::default(),
+            events: Events::default(),
+            metrics: Metrics::default(),
+            listener: Arc::default(),
+            token: Token::random(),
+            runtime_file: Mutex::default(),
+            began: clock.now(),
+            started: clock.wall(),
+            mode: ModeSwitch::default(),
             world: RwLock::new(Arc::new(World::new(settings))),
+            control: Control::default(),
         }
     }
 
@@ -142,16 +173,104 @@ impl Core {
             .clone()
     }
 
-    pub fn mode(&self) -> Mode {
-        if self.mode.load(Ordering::Acquire) == Mode::Refuse as u8 {
-            Mode::Refuse
-        } else {
-            Mode::Normal
-        }
+    /// Where a person steers it in a browser: the link holds the token of this run.
+    pub fn link(&self) -> Option<String> {
+        let address = self.listener.address()?;
+        let token = self.token.expose();
+        Some(format!("http://{address}/traygate/?token={token}"))
     }
 
-    pub fn set_mode(&self, mode: Mode) {
-        self.mode.store(mode as u8, Ordering::Release);
+    /// Tells this user's own programs where Traygate listens now.
+    ///
+    /// # Errors
+    /// If the data folder cannot be written.
+    pub fn write_runtime_file(&self) -> io::Result<()> {
+        let Some(address) = self.listener.address() else {
+            return Ok(());
+        };
+        let runtime = Runtime {
+            port: address.port(),
+            pid: std::process::id(),
+            token: self.token.expose().to_owned(),
+        };
+        let mut file = self.lock_runtime_file();
+        if let Some(old) = file.take() {
+            old.keep();
+        }
+        *file = Some(RuntimeFile::write(self.store.folder(), &runtime)?);
+        Ok(())
+    }
+
+    /// Takes the runtime file away.
+    pub fn remove_runtime_file(&self) {
+        *self.lock_runtime_file() = None;
+    }
+
+    fn lock_runtime_file(&self) -> MutexGuard<'_, Option<RuntimeFile>> {
+        self.runtime_file
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn mode(&self) -> Mode {
+        self.mode.at(|| self.clock.now())
+    }
+
+    /// How long the mode will last; `None` for one without an end.
+    pub fn mode_left(&self) -> Option<Duration> {
+        self.mode.left(self.clock.now())
+    }
+
+    /// Chooses what becomes of calls, for a `span` or until further notice. Its end is told to
+    /// whoever watches.
+    pub fn set_mode(self: &Arc<Self>, mode: Mode, span: Option<Duration>) {
+        self.mode
+            .set(mode, span.map(|span| self.clock.now() + span));
+        self.events.tell(|| Event::State(Change::Mode));
+        if span.is_some() && mode != Mode::Normal {
+            tokio::spawn(tell_end_of_mode(Arc::downgrade(self)));
+        }
+    }
+}
+
+/// Tells whoever watches that the record fares better or worse than before. Ends with the core.
+pub async fn watch_log(core: Weak<Core>) {
+    let summary = |core: &Core| {
+        let health = core.store.health();
+        let is_losing = health.dropped_rows > 0;
+        (
+            health.recording,
+            is_losing,
+            health.last_error,
+            health.notice,
+        )
+    };
+    let mut before = core.upgrade().map(|core| summary(&core));
+    loop {
+        tokio::time::sleep(LOOK_AT_LOG).await;
+        let Some(core) = core.upgrade() else { return };
+        if !core.events.are_watched() {
+            continue;
+        }
+        let now = Some(summary(&core));
+        if now != before {
+            before = now;
+            core.events.tell(|| Event::State(Change::Log));
+        }
+    }
+}
+
+async fn tell_end_of_mode(core: Weak<Core>) {
+    loop {
+        let left = match core.upgrade() {
+            Some(core) => core.mode_left(),
+            None => return,
+        };
+        let Some(left) = left else { break };
+        tokio::time::sleep(left.min(LOOK_AT_MODE)).await;
+    }
+    if let Some(core) = core.upgrade() {
+        core.events.tell(|| Event::State(Change::Mode));
     }
 }
 

@@ -14,8 +14,9 @@ use sha2::{Digest as _, Sha256};
 use url::{Host, Url};
 
 use super::error::CallError;
-use crate::core::{Core, Mode, World};
+use crate::core::{Core, World};
 use crate::keys::ACCESS_TOKEN;
+use crate::mode::Mode;
 
 /// Names under which a container reaches its host.
 /// Source: Docker's and Podman's networking documentation.
@@ -83,7 +84,7 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// [`CallError::ModeRefuse`].
 pub fn check_mode(core: &Core) -> Result<(), CallError> {
     match core.mode() {
-        Mode::Normal => Ok(()),
+        Mode::Normal | Mode::Bypass => Ok(()),
         Mode::Refuse => Err(CallError::ModeRefuse),
     }
 }

@@ -17,7 +17,7 @@ use tokio::time::Sleep;
 
 use super::error::CallError;
 use crate::clock::Moment;
-use crate::store::Outcome;
+use crate::store::{CallId, Outcome};
 
 /// The upstream is read at most this many bytes ahead of the fastest reader.
 const READ_AHEAD: u64 = 1 << 20;
@@ -62,6 +62,21 @@ pub enum Ending {
     Broken,
 }
 
+/// How far an answer has come.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// When the request went upstream.
+    pub sent_at: Option<Moment>,
+    /// The upstream's head has come.
+    pub has_head: bool,
+    /// When the first content came.
+    pub content_at: Option<Moment>,
+    /// Bytes of the body so far.
+    pub bytes: u64,
+    /// Chunks in which they came.
+    pub chunks: usize,
+}
+
 /// How far the call has come, as far as leaving it is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -98,6 +113,7 @@ struct State {
     dropped: usize,
     kept_bytes: u64,
     total: u64,
+    sent_at: Option<Moment>,
     content_at: Option<Moment>,
     /// False for a call that is nobody else's, once the head has been dropped, and after the end
     /// or a cancellation.
@@ -113,22 +129,37 @@ struct State {
     leader_left: Option<usize>,
     /// The leader was cut because it read too slowly.
     leader_fell_behind: bool,
+    /// A person stopped the leader's client.
+    leader_stopped: bool,
     /// The writer waits for the fastest reader.
     full: bool,
     writer: Option<Waker>,
 }
 
-#[derive(Default)]
 struct ReaderState {
+    /// The client call that reads here: a place is given to another once its reader has left.
+    call: CallId,
     next: usize,
     read: u64,
     waker: Option<Waker>,
     is_leader: bool,
 }
 
+impl ReaderState {
+    fn of(call: CallId, is_leader: bool) -> ReaderState {
+        ReaderState {
+            call,
+            next: 0,
+            read: 0,
+            waker: None,
+            is_leader,
+        }
+    }
+}
+
 impl Answer {
-    /// A new call: its writer and its leader's reader. `joinable`: others may follow.
-    pub fn begin(joinable: bool) -> (Writer, Reader) {
+    /// A new call: its writer and the reader of its leader, `call`. `joinable`: others may follow.
+    pub fn begin(joinable: bool, call: CallId) -> (Writer, Reader) {
         let answer = Answer(Arc::new(Shared {
             received: Arc::default(),
             state: Mutex::new(State {
@@ -141,35 +172,35 @@ impl Answer {
                 dropped: 0,
                 kept_bytes: 0,
                 total: 0,
+                sent_at: None,
                 content_at: None,
                 joinable,
-                readers: vec![Some(ReaderState {
-                    is_leader: true,
-                    ..ReaderState::default()
-                })],
+                readers: vec![Some(ReaderState::of(call, true))],
                 live: 1,
                 lingers: false,
                 all_said: None,
                 leader_left: None,
                 leader_fell_behind: false,
+                leader_stopped: false,
                 full: false,
                 writer: None,
             }),
         }));
         let reader = Reader {
             answer: answer.clone(),
+            call,
             place: 0,
         };
         (Writer(answer), reader)
     }
 
-    /// A follower's reader, from the first byte; `None` if it is too late to join.
-    pub fn join(&self) -> Option<Reader> {
+    /// The reader of a follower, `call`, from the first byte; `None` if it is too late to join.
+    pub fn join(&self, call: CallId) -> Option<Reader> {
         let mut state = self.lock();
         if !state.joinable {
             return None;
         }
-        let reader = Some(ReaderState::default());
+        let reader = Some(ReaderState::of(call, false));
         let place = match state.readers.iter().position(Option::is_none) {
             Some(place) => {
                 state.readers[place] = reader;
@@ -184,8 +215,44 @@ impl Answer {
         drop(state);
         Some(Reader {
             answer: self.clone(),
+            call,
             place,
         })
+    }
+
+    /// A person stops `call`: it is cut, and the upstream call ends at once if nobody else
+    /// listens. False if it has left already.
+    pub fn stop(&self, call: CallId) -> bool {
+        let mut state = self.lock();
+        let is_it = |reader: &Option<ReaderState>| {
+            reader.as_ref().is_some_and(|reader| reader.call == call)
+        };
+        let Some(place) = state.readers.iter().position(is_it) else {
+            return false;
+        };
+        let Some(reader) = state.readers[place].take() else {
+            return false;
+        };
+        state.live -= 1;
+        // No retry is to find it again.
+        state.lingers = false;
+        state.leader_stopped |= reader.is_leader && state.end.is_none() && state.failed.is_none();
+        reader.waker.into_iter().for_each(Waker::wake);
+        state.drop_read();
+        state.writer.take().into_iter().for_each(Waker::wake);
+        true
+    }
+
+    /// How far it has come.
+    pub fn progress(&self) -> Progress {
+        let state = self.lock();
+        Progress {
+            sent_at: state.sent_at,
+            has_head: state.head.is_some(),
+            content_at: state.content_at,
+            bytes: state.total,
+            chunks: state.count(),
+        }
     }
 
     pub fn is(&self, other: &Answer) -> bool {
@@ -215,13 +282,14 @@ impl Writer {
     /// The request is about to go upstream: from here on leaving lingers. False if everybody has
     /// left and it must not be sent; nobody can join it then.
     #[must_use]
-    pub fn sending(&self) -> bool {
+    pub fn sending(&self, now: Moment) -> bool {
         let mut state = self.0.lock();
         if state.live == 0 {
             state.joinable = false;
             return false;
         }
         state.stage = Stage::Sent;
+        state.sent_at = Some(now);
         true
     }
 
@@ -296,6 +364,9 @@ impl Writer {
     /// or was cut before the end.
     pub fn leader_left(&self) -> Option<Account> {
         let state = self.0.lock();
+        if state.leader_stopped {
+            return Some(stopped());
+        }
         let leader = state.readers.iter().flatten().find(|it| it.is_leader);
         if leader.map_or(state.leader_fell_behind, |leader| state.fell_behind(leader)) {
             return Some(fell_behind());
@@ -512,6 +583,14 @@ fn fell_behind() -> Account {
     }
 }
 
+/// A person ended a client's answer.
+fn stopped() -> Account {
+    Account {
+        outcome: Outcome::Stopped,
+        error: None,
+    }
+}
+
 fn remember(slot: &mut Option<Waker>, cx: &Context<'_>) {
     match slot {
         Some(waker) => waker.clone_from(cx.waker()),
@@ -522,6 +601,7 @@ fn remember(slot: &mut Option<Waker>, cx: &Context<'_>) {
 /// A listener's place. Dropping it is leaving.
 pub struct Reader {
     answer: Answer,
+    call: CallId,
     place: usize,
 }
 
@@ -535,6 +615,10 @@ pub enum Next {
 }
 
 impl Reader {
+    pub fn answer(&self) -> &Answer {
+        &self.answer
+    }
+
     /// The answer's head.
     ///
     /// # Errors
@@ -542,13 +626,16 @@ impl Reader {
     pub async fn head(&self) -> Result<Arc<Head>, CallError> {
         poll_fn(|cx| {
             let mut state = self.answer.lock();
+            if state.reader(self).is_none() {
+                return Poll::Ready(Err(CallError::Stopped));
+            }
             if let Some(head) = &state.head {
                 return Poll::Ready(Ok(head.clone()));
             }
             if let Some(error) = &state.failed {
                 return Poll::Ready(Err(error.clone()));
             }
-            state.reader_waits(self.place, cx);
+            state.reader_waits(self, cx);
             Poll::Pending
         })
         .await
@@ -556,7 +643,7 @@ impl Reader {
 
     pub fn poll_next(&self, cx: &mut Context<'_>) -> Poll<Next> {
         let mut state = self.answer.lock();
-        let position = match &state.readers[self.place] {
+        let position = match state.reader_of(self) {
             Some(reader) if reader.next >= state.dropped => reader.next - state.dropped,
             _ => return Poll::Ready(Next::Cut),
         };
@@ -567,12 +654,12 @@ impl Reader {
                 Some((Ending::Whole, _)) => Poll::Ready(Next::End),
                 Some((Ending::Broken, _)) => Poll::Ready(Next::Cut),
                 None => {
-                    state.reader_waits(self.place, cx);
+                    state.reader_waits(self, cx);
                     Poll::Pending
                 }
             };
         };
-        if let Some(reader) = &mut state.readers[self.place] {
+        if let Some(reader) = state.reader(self) {
             reader.next += 1;
             reader.read += chunk.len() as u64;
         }
@@ -587,7 +674,7 @@ impl Reader {
     /// True if nothing is left to read and the answer ended in order.
     pub fn is_at_end(&self) -> bool {
         let state = self.answer.lock();
-        match &state.readers[self.place] {
+        match state.reader_of(self) {
             Some(reader) => state.end.is_some() && state.has_read_all(reader),
             None => false,
         }
@@ -597,7 +684,9 @@ impl Reader {
     /// reader leaves before it has been given all there is.
     pub fn account(&self) -> Option<Account> {
         let state = self.answer.lock();
-        let reader = state.readers[self.place].as_ref()?;
+        let Some(reader) = state.reader_of(self) else {
+            return Some(stopped());
+        };
         if state.fell_behind(reader) {
             return Some(fell_behind());
         }
@@ -628,8 +717,20 @@ impl Reader {
 }
 
 impl State {
-    fn reader_waits(&mut self, place: usize, cx: &Context<'_>) {
-        if let Some(reader) = &mut self.readers[place] {
+    /// The place of `of`, unless it has been stopped.
+    fn reader(&mut self, of: &Reader) -> Option<&mut ReaderState> {
+        let place = self.readers[of.place].as_mut();
+        place.filter(|reader| reader.call == of.call)
+    }
+
+    /// The same, to look at.
+    fn reader_of(&self, of: &Reader) -> Option<&ReaderState> {
+        let place = self.readers[of.place].as_ref();
+        place.filter(|reader| reader.call == of.call)
+    }
+
+    fn reader_waits(&mut self, of: &Reader, cx: &Context<'_>) {
+        if let Some(reader) = self.reader(of) {
             remember(&mut reader.waker, cx);
         }
     }
@@ -638,6 +739,9 @@ impl State {
 impl Drop for Reader {
     fn drop(&mut self) {
         let mut state = self.answer.lock();
+        if state.reader(self).is_none() {
+            return;
+        }
         let Some(reader) = state.readers[self.place].take() else {
             return;
         };
@@ -684,10 +788,14 @@ mod tests {
         }
     }
 
+    fn id() -> CallId {
+        CallId::new(Clock::Tokio.wall())
+    }
+
     /// An answer whose request has gone upstream.
     fn sent() -> (Writer, Reader) {
-        let (writer, reader) = Answer::begin(true);
-        assert!(writer.sending());
+        let (writer, reader) = Answer::begin(true, id());
+        assert!(writer.sending(Clock::Tokio.now()));
         (writer, reader)
     }
 
@@ -722,16 +830,22 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn lingers_only_between_sending_and_content() {
         // In the queue.
-        let (writer, reader) = Answer::begin(true);
+        let (writer, reader) = Answer::begin(true, id());
         drop(reader);
         assert_eq!(lasts(&writer).await, Duration::ZERO);
-        assert!(!writer.sending(), "nobody is left to send it for");
+        assert!(
+            !writer.sending(Clock::Tokio.now()),
+            "nobody is left to send it for"
+        );
 
         // Sent, and no content yet.
         let (writer, reader) = sent();
         drop(reader);
         assert_eq!(lasts(&writer).await.as_secs(), 2);
-        assert!(writer.answer().join().is_none(), "it is being cancelled");
+        assert!(
+            writer.answer().join(id()).is_none(),
+            "it is being cancelled"
+        );
 
         // Content flows.
         let (writer, reader) = sent();
@@ -759,7 +873,7 @@ mod tests {
                 .await
                 .is_err()
         );
-        let again = answer.join().expect("it lingers");
+        let again = answer.join(id()).expect("it lingers");
         let long = Duration::from_secs(60);
         assert!(
             tokio::time::timeout(long, left(&writer, &mut linger))
@@ -773,14 +887,14 @@ mod tests {
                 .is_err()
         );
         left(&writer, &mut linger).await;
-        assert!(answer.join().is_none());
+        assert!(answer.join(id()).is_none());
     }
 
     /// The last to leave decides, not the first.
     #[tokio::test(start_paused = true)]
     async fn who_stays_until_content_ends_the_lingering() {
         let (writer, reader) = sent();
-        let follower = writer.answer().join().expect("joined");
+        let follower = writer.answer().join(id()).expect("joined");
         drop(reader);
         writer.content(Clock::Tokio.now());
         drop(follower);
@@ -796,7 +910,7 @@ mod tests {
             writer.append(chunk);
             drain(&reader);
         }
-        let late = writer.answer().join().expect("joined");
+        let late = writer.answer().join(id()).expect("joined");
         assert_eq!(drain(&late), b"012");
         writer.append(Bytes::from_static(b"3"));
         writer.finish(Ending::Whole, account(Outcome::Completed));
@@ -804,7 +918,7 @@ mod tests {
             assert_eq!(drain(reader), b"3");
             assert!(matches!(poll_next(reader), Poll::Ready(Next::End)));
         }
-        assert!(writer.answer().join().is_none());
+        assert!(writer.answer().join(id()).is_none());
     }
 
     #[test]
@@ -816,7 +930,7 @@ mod tests {
             }
         }
         let (writer, fast) = sent();
-        let slow = writer.answer().join().expect("joined");
+        let slow = writer.answer().join(id()).expect("joined");
         writer.append(Bytes::from(vec![0; MB - 1]));
         assert!(has_room(&writer));
         writer.append(Bytes::from_static(b"x"));
@@ -841,16 +955,16 @@ mod tests {
     #[test]
     fn past_16_mb_nobody_joins_and_who_is_behind_is_cut() {
         let (writer, fast) = sent();
-        let slow = writer.answer().join().expect("joined");
-        let left_early = writer.answer().join().expect("joined");
+        let slow = writer.answer().join(id()).expect("joined");
+        let left_early = writer.answer().join(id()).expect("joined");
         drop(left_early);
         for _ in 0..16 {
             writer.append(Bytes::from(vec![0; MB]));
             drain(&fast);
         }
-        assert!(writer.answer().join().is_some(), "16 MB are fine");
+        assert!(writer.answer().join(id()).is_some(), "16 MB are fine");
         writer.append(Bytes::from_static(b"x"));
-        assert!(writer.answer().join().is_none());
+        assert!(writer.answer().join(id()).is_none());
         assert!(matches!(poll_next(&slow), Poll::Ready(Next::Cut)));
         assert_eq!(drain(&fast), b"x");
         // What nobody needs is let go of.
@@ -863,8 +977,8 @@ mod tests {
     fn who_was_cut_for_being_slow_is_on_record_so() {
         for ended in [false, true] {
             let (writer, slow) = sent();
-            let fast = writer.answer().join().expect("joined");
-            let slow_follower = writer.answer().join().expect("joined");
+            let fast = writer.answer().join(id()).expect("joined");
+            let slow_follower = writer.answer().join(id()).expect("joined");
             writer.prepare_head(head(None));
             for _ in 0..17 {
                 writer.append(Bytes::from(vec![0; MB]));
@@ -885,9 +999,9 @@ mod tests {
 
     #[test]
     fn a_call_that_is_nobody_elses_keeps_nothing() {
-        let (writer, reader) = Answer::begin(false);
-        assert!(writer.answer().join().is_none());
-        assert!(writer.sending());
+        let (writer, reader) = Answer::begin(false, id());
+        assert!(writer.answer().join(id()).is_none());
+        assert!(writer.sending(Clock::Tokio.now()));
         writer.append(Bytes::from(vec![0; MB]));
         drain(&reader);
         assert_eq!(writer.answer().lock().kept_bytes, 0);
@@ -1023,7 +1137,7 @@ mod tests {
     #[tokio::test]
     async fn a_writer_that_is_dropped_fails_the_call_for_all() {
         let (writer, reader) = sent();
-        let follower = writer.answer().join().expect("joined");
+        let follower = writer.answer().join(id()).expect("joined");
         drop(writer);
         for reader in [&reader, &follower] {
             assert_eq!(reader.head().await.unwrap_err(), CallError::Internal);
@@ -1035,7 +1149,7 @@ mod tests {
         drop(writer);
         assert_eq!(drain(&reader), b"x");
         assert!(matches!(poll_next(&reader), Poll::Ready(Next::Cut)));
-        assert!(answer.join().is_none());
+        assert!(answer.join(id()).is_none());
     }
 
     /// Threads join while the writer asks whether everybody has left: whoever got in is never
@@ -1049,7 +1163,7 @@ mod tests {
             let joining = std::thread::spawn({
                 let over = over.clone();
                 move || {
-                    while let Some(reader) = answer.join() {
+                    while let Some(reader) = answer.join(id()) {
                         std::hint::spin_loop();
                         assert!(!over.load(Ordering::SeqCst), "cancelled under a listener");
                         drop(reader);

@@ -9,6 +9,7 @@ use super::error::CallError;
 use super::pool::{Permit, QueueFull};
 use crate::clock::{Clock, Moment};
 use crate::core::Core;
+use crate::events::{self, Event};
 use crate::policy::breaker::{OpenReason, Transition};
 use crate::provider::Provider;
 use crate::provider::recovery;
@@ -183,8 +184,16 @@ impl Drop for Trial {
     }
 }
 
-fn report(core: &Arc<Core>, provider: &Arc<Provider>, changes: &[Change], now: Moment) {
+/// Tells of breakers that changed: in the log, to whoever watches, and to the recovery check.
+pub fn report(core: &Arc<Core>, provider: &Arc<Provider>, changes: &[Change], now: Moment) {
     for change in changes {
+        core.events.tell(|| {
+            Event::State(events::Change::Breaker {
+                provider: provider.name().clone(),
+                model: change.model.clone(),
+                state: change.transition.state(),
+            })
+        });
         let model = change.model.as_deref();
         match &change.transition {
             Transition::Opened { until, reason } => {

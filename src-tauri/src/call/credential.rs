@@ -177,7 +177,11 @@ pub fn own_credential(core: &Core, provider: &Provider) -> Option<(HeaderName, H
     let from_environment;
     let key: &str = match &provider.settings.key {
         KeySource::Auto | KeySource::Keyring => {
+            // A call that began before the address changed must not take the new one's key there.
             stored = core.keys.get(provider.name())?;
+            if stored.origin() != provider.settings.origin() {
+                return None;
+            }
             stored.expose()
         }
         KeySource::Env(name) => {

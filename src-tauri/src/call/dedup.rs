@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -18,6 +18,7 @@ use super::headers::is_of_one_exchange;
 use crate::clock::Moment;
 use crate::policy::fingerprint::RequestKey;
 use crate::settings::DedupMode;
+use crate::store::CallId;
 
 /// Answers over this many bytes are not kept.
 const KEPT_ANSWER: usize = 8 << 20;
@@ -108,11 +109,34 @@ pub struct Dedup {
     // std Mutex: held for a look-up, never across an await. It is only the index; whether a call
     // can be joined is decided under that call's own lock.
     flights: Mutex<HashMap<RequestKey, Answer, BuildHasherDefault<KeyHasher>>>,
-    kept: Cache<RequestKey, Arc<KeptAnswer>, BuildHasherDefault<KeyHasher>>,
+    // std RwLock: held for a look-up, never across an await. Written when the settings change.
+    kept: RwLock<KeptAnswers>,
+    /// How often everything kept was forgotten, so that what is moved does not come back. Held
+    /// while one answer is moved.
+    cleared: Mutex<u64>,
     counts: Counts,
 }
 
+type KeptAnswers = Cache<RequestKey, Arc<KeptAnswer>, BuildHasherDefault<KeyHasher>>;
+
 /// Calls by what they turned out to be, since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Went upstream, and could be shared.
+    pub led: u64,
+    /// Shared the answer of a call in flight.
+    pub joined: u64,
+    /// Got a kept answer.
+    pub cached: u64,
+}
+
+/// Kept answers, about: what is being put in or taken out may be missing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    pub answers: u64,
+    pub bytes: u64,
+}
+
 #[derive(Default)]
 struct Counts {
     led: AtomicU64,
@@ -125,40 +149,30 @@ impl Dedup {
     pub fn new(max_bytes: u64, window: Duration) -> Dedup {
         Dedup {
             flights: Mutex::default(),
-            kept: Cache::builder()
-                .initial_capacity(KEPT_AT_FIRST)
-                .max_capacity(max_bytes)
-                .weigher(|_, kept: &Arc<KeptAnswer>| {
-                    u32::try_from(kept.weight()).unwrap_or(u32::MAX)
-                })
-                // Frees an answer whose window is over; whether it still serves is decided by the
-                // clock that counts sleep.
-                .time_to_live(window.max(SHORTEST_STAY))
-                // The newest is the likeliest to be asked for again; the default policy turns it
-                // away while the others are no less popular.
-                .eviction_policy(EvictionPolicy::lru())
-                .build_with_hasher(BuildHasherDefault::default()),
+            kept: RwLock::new(kept_answers(max_bytes, window)),
+            cleared: Mutex::default(),
             counts: Counts::default(),
         }
     }
 
     /// Leads, joins or takes a kept answer, in one step.
-    pub fn enter(self: &Arc<Self>, sharing: &Sharing, now: Moment) -> Role {
+    pub fn enter(self: &Arc<Self>, sharing: &Sharing, call: CallId, now: Moment) -> Role {
         let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(reader) = flights.get(&sharing.key).and_then(Answer::join) {
+        let flight = flights.get(&sharing.key);
+        if let Some(reader) = flight.and_then(|flight| flight.join(call)) {
             self.counts.joined.fetch_add(1, Ordering::Relaxed);
             return Role::Follower(reader);
         }
         // Under the same lock: a call ends by keeping its answer first and leaving the index
         // last, so whoever finds no flight here finds what it left.
         if sharing.take_kept
-            && let Some(kept) = self.kept.get(&sharing.key)
+            && let Some(kept) = self.kept().get(&sharing.key)
             && kept.serves(sharing, now)
         {
             self.counts.cached.fetch_add(1, Ordering::Relaxed);
             return Role::Kept(kept);
         }
-        let (writer, reader) = Answer::begin(true);
+        let (writer, reader) = Answer::begin(true, call);
         let flight = Flight {
             dedup: self.clone(),
             key: sharing.key,
@@ -179,7 +193,8 @@ impl Dedup {
             return;
         };
         let is_large = body.len() > LARGE_ANSWER;
-        self.kept.insert(
+        let kept = self.kept();
+        kept.insert(
             sharing.key,
             Arc::new(KeptAnswer {
                 status: head.status,
@@ -191,7 +206,7 @@ impl Dedup {
             }),
         );
         if is_large {
-            self.kept.run_pending_tasks();
+            kept.run_pending_tasks();
         }
     }
 
@@ -209,10 +224,76 @@ impl Dedup {
         flights.len()
     }
 
+    pub fn counts(&self) -> Counted {
+        Counted {
+            led: self.counts.led.load(Ordering::Relaxed),
+            joined: self.counts.joined.load(Ordering::Relaxed),
+            cached: self.counts.cached.load(Ordering::Relaxed),
+        }
+    }
+
+    /// What is kept at this moment, about.
+    pub fn holdings(&self) -> Kept {
+        let kept = self.kept();
+        kept.run_pending_tasks();
+        Kept {
+            answers: kept.entry_count(),
+            bytes: kept.weighted_size(),
+        }
+    }
+
     /// Forgets every kept answer; calls in flight go on.
     pub fn clear(&self) {
-        self.kept.invalidate_all();
+        let mut cleared = self.cleared.lock().unwrap_or_else(PoisonError::into_inner);
+        *cleared += 1;
+        self.kept().invalidate_all();
     }
+
+    fn kept(&self) -> KeptAnswers {
+        self.kept
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Takes another size and window. What is kept goes on to serve, as long as it was to serve
+    /// when it was kept; of what no longer fits the newest stay. Takes about a microsecond for
+    /// each kept answer; who asks for one that has not been moved yet makes a call of its own.
+    pub fn resize(&self, max_bytes: u64, window: Duration) {
+        // A cache cannot change its size: a new one takes over at once, so that nothing is put
+        // into the old one any more, and then gets what the old one had.
+        let before = *self.cleared.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = kept_answers(max_bytes, window);
+        let old = {
+            let mut kept = self.kept.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *kept, new.clone())
+        };
+        let mut answers: Vec<_> = old.iter().collect();
+        answers.sort_unstable_by_key(|(_, kept)| kept.kept_at);
+        for (key, kept) in answers {
+            let cleared = self.cleared.lock().unwrap_or_else(PoisonError::into_inner);
+            if *cleared != before {
+                return;
+            }
+            // Whatever is there already is newer.
+            new.entry(*key).or_insert(kept);
+        }
+        new.run_pending_tasks();
+    }
+}
+
+fn kept_answers(max_bytes: u64, window: Duration) -> KeptAnswers {
+    Cache::builder()
+        .initial_capacity(KEPT_AT_FIRST)
+        .max_capacity(max_bytes)
+        .weigher(|_, kept: &Arc<KeptAnswer>| u32::try_from(kept.weight()).unwrap_or(u32::MAX))
+        // Frees an answer whose window is over; whether it still serves is decided by the clock
+        // that counts sleep.
+        .time_to_live(window.max(SHORTEST_STAY))
+        // The newest is the likeliest to be asked for again; the default policy turns it away
+        // while the others are no less popular.
+        .eviction_policy(EvictionPolicy::lru())
+        .build_with_hasher(BuildHasherDefault::default())
 }
 
 /// A leader's place in the index of flights; dropping it gives the place up.
@@ -257,6 +338,7 @@ mod tests {
     use crate::call::answer::Head;
     use crate::store::Outcome;
 
+    const ID: CallId = CallId(ulid::Ulid::nil());
     const HOUR: Duration = Duration::from_secs(3600);
 
     fn sharing(n: u8, mode: DedupMode) -> Sharing {
@@ -278,7 +360,7 @@ mod tests {
 
     /// Leads a call and keeps its answer; the answer has been received if `received`.
     fn lead(dedup: &Arc<Dedup>, sharing: &Sharing, body: &[u8], now: Moment, received: bool) {
-        let Role::Leader(writer, reader, flight) = dedup.enter(sharing, now) else {
+        let Role::Leader(writer, reader, flight) = dedup.enter(sharing, ID, now) else {
             panic!("somebody leads it already");
         };
         writer.prepare_head(Head {
@@ -327,7 +409,7 @@ mod tests {
         for (led, received, asked, later, given) in table {
             let dedup = dedup(1 << 20);
             lead(&dedup, &sharing(1, led), b"x", at(0), received);
-            let role = dedup.enter(&sharing(1, asked), at(later));
+            let role = dedup.enter(&sharing(1, asked), ID, at(later));
             assert_eq!(
                 kept(role).is_some(),
                 given,
@@ -344,15 +426,15 @@ mod tests {
             take_kept: false,
             ..sharing(1, DedupMode::Full)
         };
-        assert!(kept(dedup.enter(&fresh, at(0))).is_none());
+        assert!(kept(dedup.enter(&fresh, ID, at(0))).is_none());
         let brief = Sharing {
             window: Duration::from_secs(5),
             ..sharing(1, DedupMode::Full)
         };
-        assert!(kept(dedup.enter(&brief, at(4))).is_some());
-        assert!(kept(dedup.enter(&brief, at(5))).is_none());
+        assert!(kept(dedup.enter(&brief, ID, at(4))).is_some());
+        assert!(kept(dedup.enter(&brief, ID, at(5))).is_none());
         dedup.clear();
-        assert!(kept(dedup.enter(&sharing(1, DedupMode::Full), at(0))).is_none());
+        assert!(kept(dedup.enter(&sharing(1, DedupMode::Full), ID, at(0))).is_none());
     }
 
     /// The cache's own timer runs on the real clock: the first answer's short window must not end
@@ -371,7 +453,7 @@ mod tests {
         };
         lead(&dedup, &fresh, b"new", at(0), true);
         std::thread::sleep(Duration::from_millis(60));
-        let role = dedup.enter(&sharing(1, DedupMode::Full), at(0));
+        let role = dedup.enter(&sharing(1, DedupMode::Full), ID, at(0));
         assert_eq!(kept(role).as_deref(), Some(&b"new"[..]));
     }
 
@@ -383,32 +465,58 @@ mod tests {
             lead(&dedup, &sharing(n, DedupMode::Full), &body, at(0), true);
         }
         for n in 0..20 {
-            let role = dedup.enter(&sharing(n, DedupMode::Full), at(0));
+            let role = dedup.enter(&sharing(n, DedupMode::Full), ID, at(0));
             assert_eq!(kept(role).is_some(), n >= 17, "{n}");
         }
+    }
+
+    #[test]
+    fn another_size_keeps_the_newest_and_what_was_cleared_stays_away() {
+        let dedup = dedup(1 << 20);
+        let body = vec![0; 300_000];
+        for n in 0..3 {
+            lead(
+                &dedup,
+                &sharing(n, DedupMode::Full),
+                &body,
+                at(n.into()),
+                true,
+            );
+        }
+        let is_kept = |n| kept(dedup.enter(&sharing(n, DedupMode::Full), ID, at(3))).is_some();
+        dedup.resize(8 << 20, Duration::from_secs(60));
+        assert_eq!([0, 1, 2].map(is_kept), [true; 3], "a larger one keeps all");
+        dedup.resize(700_000, Duration::from_secs(60));
+        assert_eq!([0, 1, 2].map(is_kept), [false, true, true]);
+        dedup.clear();
+        dedup.resize(8 << 20, Duration::from_secs(60));
+        assert_eq!([1, 2].map(is_kept), [false; 2]);
     }
 
     #[test]
     fn a_cancelled_call_is_out_of_the_way_and_takes_nobody_with_it() {
         let dedup = dedup(1 << 20);
         let sharing = sharing(1, DedupMode::Full);
-        let Role::Leader(cancelled, _reader, stale) = dedup.enter(&sharing, at(0)) else {
+        let Role::Leader(cancelled, _reader, stale) = dedup.enter(&sharing, ID, at(0)) else {
             panic!("nobody else is there");
         };
         drop(cancelled);
         // Its place in the index is still taken; nobody joins it there.
-        let Role::Leader(_writer, _reader, _flight) = dedup.enter(&sharing, at(0)) else {
+        let Role::Leader(_writer, _reader, _flight) = dedup.enter(&sharing, ID, at(0)) else {
             panic!("a cancelled call was joined");
         };
         drop(stale);
-        assert!(matches!(dedup.enter(&sharing, at(0)), Role::Follower(_)));
+        assert!(matches!(
+            dedup.enter(&sharing, ID, at(0)),
+            Role::Follower(_)
+        ));
         assert_eq!(dedup.in_flight(), 1);
     }
 
     #[test]
     fn a_leader_that_never_comes_to_its_call_gives_its_place_up() {
         let dedup = dedup(1 << 20);
-        let led = dedup.enter(&sharing(1, DedupMode::Full), at(0));
+        let led = dedup.enter(&sharing(1, DedupMode::Full), ID, at(0));
         assert_eq!(dedup.in_flight(), 1);
         drop(led);
         assert_eq!(dedup.in_flight(), 0);
@@ -424,7 +532,7 @@ mod tests {
                     .map(|_| {
                         scope.spawn(|| {
                             barrier.wait();
-                            dedup.enter(&sharing(n, DedupMode::Full), at(0))
+                            dedup.enter(&sharing(n, DedupMode::Full), ID, at(0))
                         })
                     })
                     .collect();

@@ -48,14 +48,14 @@ pub enum CallError {
         limit: Duration,
         setting: &'static str,
     },
+    #[error("this call was stopped by hand, in Traygate")]
+    Stopped,
     #[error("Traygate is set to refuse all calls (mode \"refuse\"); set it back to normal")]
     ModeRefuse,
     #[error(
         "there is no provider {word:?} here; there are {known}. Add it as a [[provider]] in config.toml, or correct the address"
     )]
     NoProvider { word: String, known: String },
-    #[error("{path} is Traygate's own and there is nothing here")]
-    NothingHere { path: String },
     #[error(
         "WebSockets are not proxied on this route, so that its calls can be guarded and counted: send it as a plain HTTP POST"
     )]
@@ -122,9 +122,9 @@ impl CallError {
             | CallError::TooLarge(_)
             | CallError::UploadBroke
             | CallError::UploadStalled { .. } => "bad_request",
+            CallError::Stopped => "stopped",
             CallError::ModeRefuse => "mode_refuse",
             CallError::NoProvider { .. } => "no_provider",
-            CallError::NothingHere { .. } => "not_found",
             CallError::UpgradeRequired => "upgrade_required",
             CallError::QueueFull { .. } => "queue_full",
             CallError::QueueTimeout { .. } => "queue_timeout",
@@ -145,8 +145,9 @@ impl CallError {
             CallError::BadRequest(_) | CallError::UploadBroke => StatusCode::BAD_REQUEST,
             CallError::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             CallError::UploadStalled { .. } => StatusCode::REQUEST_TIMEOUT,
-            CallError::NoProvider { .. } | CallError::NothingHere { .. } => StatusCode::NOT_FOUND,
+            CallError::NoProvider { .. } => StatusCode::NOT_FOUND,
             CallError::UpgradeRequired => StatusCode::UPGRADE_REQUIRED,
+            CallError::Stopped => client_closed_request(),
             CallError::ModeRefuse
             | CallError::QueueFull { .. }
             | CallError::QueueTimeout { .. }
@@ -169,6 +170,7 @@ impl CallError {
             CallError::UpstreamBroke { .. } => Outcome::BrokenStream,
             CallError::UploadBroke => Outcome::ClientLeft,
             CallError::Internal => Outcome::InternalError,
+            CallError::Stopped => Outcome::Stopped,
             _ => Outcome::Refused,
         }
     }
@@ -184,7 +186,10 @@ impl CallError {
 
     /// True where an SDK's own retries would only make things worse.
     fn forbids_retry(&self) -> bool {
-        matches!(self, CallError::BreakerOpen { .. } | CallError::ModeRefuse)
+        matches!(
+            self,
+            CallError::BreakerOpen { .. } | CallError::ModeRefuse | CallError::Stopped
+        )
     }
 
     /// The sentence a person reads.
@@ -275,6 +280,11 @@ impl CallError {
         };
         Bytes::from(format!("{name}data: {body}\n\n"))
     }
+}
+
+/// nginx's 499: the caller's own side wants no answer any more. No SDK retries it.
+pub fn client_closed_request() -> StatusCode {
+    StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST)
 }
 
 /// Rounded up, since a client that comes a moment early is refused again; at least one.

@@ -39,6 +39,8 @@ pub struct Call {
     pub streaming: bool,
     /// `None`: it is nobody else's.
     pub sharing: Option<Sharing>,
+    /// Pool and breakers hold it.
+    pub guarded: bool,
     pub request: UpstreamRequest,
 }
 
@@ -222,6 +224,7 @@ impl Prepared {
             model: self.model,
             streaming: self.streaming,
             sharing: self.sharing,
+            guarded: self.place.route.is_guarded(),
             request: self.request,
         }
     }
@@ -262,11 +265,15 @@ async fn prepare(
         let nothing = HeaderValue::from_static("0");
         parts.headers.insert(CONTENT_LENGTH, nothing);
     }
-    let sharing = read.hasher.and_then(|hasher| {
+    // On record for calls that share nothing too: it tells which calls were repeats.
+    let key = read
+        .hasher
+        .map(|hasher| request_key(hasher, &provider, &parts.method, &url, &parts.headers));
+    let sharing = key.and_then(|key| {
         let dedup = &place.world.settings.dedup;
         let mode = sharing_mode(dedup, row.tool(), model.as_deref(), &read.facts);
-        (mode != DedupMode::Off && !wants.nothing_shared).then(|| Sharing {
-            key: request_key(hasher, &provider, &parts.method, &url, &parts.headers),
+        (mode != DedupMode::Off && !wants.nothing_shared).then_some(Sharing {
+            key,
             mode,
             take_kept: !wants.fresh,
             window: dedup.window,
@@ -277,7 +284,7 @@ async fn prepare(
         start.model = model.clone();
         start.billing = billing;
         start.streaming = streaming;
-        start.key = sharing.map(|sharing| sharing.key.0);
+        start.key = key.map(|key| key.0);
     });
     Ok(Prepared {
         provider,

@@ -11,12 +11,14 @@
 
 pub mod accept;
 pub mod answer;
+mod bodies;
 pub mod breaker;
 pub mod credential;
 pub mod dedup;
 pub mod error;
 mod headers;
 pub mod identify;
+pub mod live;
 pub mod pool;
 pub mod read_body;
 pub mod record;
@@ -34,16 +36,19 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
 use futures_util::FutureExt as _;
 use futures_util::future::Either;
 use http::header::ORIGIN;
 use http::request::Parts;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{Method, Request, Response};
 use hyper::body::Incoming;
+use tower::ServiceExt as _;
 use tracing::{debug, error};
 
 use self::accept::Connection;
 use self::answer::{Answer, Ending, Linger, Reader, Writer};
+use self::bodies::BodyCopy;
 use self::breaker::Leave;
 use self::dedup::{Flight, Role, Sharing};
 use self::error::CallError;
@@ -51,23 +56,25 @@ use self::identify::{Call, UpstreamRequest};
 use self::record::Row;
 use self::redact::Secrets;
 use self::stream_back::ClientBody;
-use self::upstream::{Attempt, Ended, Failure};
+use self::upstream::{Attempt, Came, Ended, Failure};
 use crate::clock::Clock;
 use crate::core::{Core, World};
+use crate::mode::Mode;
 use crate::policy::routing::{Dialect, Route};
 use crate::provider::Provider;
 use crate::provider::state::Health;
 use crate::store::{Billing, CallId, CallStart, DedupLabel, Outcome};
 
-/// Answers one request. Never fails: what cannot go on gets an answer that says so.
+/// Answers one request: `own` what is Traygate's own. Never fails: what cannot go on gets an answer that says so.
 ///
 /// A call's row exists when this returns, before the answer is first polled: a client may be gone
 /// by then.
 pub fn answer(
     core: Arc<Core>,
+    own: &Router,
     connection: Connection,
     request: Request<Incoming>,
-) -> impl Future<Output = Response<ClientBody>> + Send {
+) -> impl Future<Output = Response<ClientBody>> + Send + use<> {
     let (parts, body) = request.into_parts();
     let world = core.world();
     let origin = parts.headers.get(ORIGIN).cloned();
@@ -75,11 +82,15 @@ pub fn answer(
         Err(error) => {
             debug!(%error, "request refused");
             let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
-            return Either::Left(ready(refused(&error, dialect, new_row(&core, &parts))));
+            let refused = refused(&error, dialect, new_row(&core, &parts));
+            return Either::Left(Either::Left(ready(refused)));
+        }
+        Ok(()) if is_own(&parts) => {
+            let asked = Request::from_parts(parts, axum::body::Body::new(body));
+            return Either::Left(Either::Right(ask_own(own.clone(), asked)));
         }
         Ok(()) => accept::preflight(&parts)
             .map(|preflight| preflight.map(|()| ClientBody::Own(None)))
-            .or_else(|| own_page(&parts))
             .ok_or_else(|| new_row(&core, &parts)),
     };
     Either::Right(async move {
@@ -94,38 +105,34 @@ pub fn answer(
 
 /// What is under `/traygate/` is never a provider's, and a browser that opens the bare address is
 /// sent there.
-fn own_page(parts: &Parts) -> Option<Response<ClientBody>> {
+fn is_own(parts: &Parts) -> bool {
     let path = parts.uri.path();
-    let wants_page = || {
-        let accept = parts.headers.get(http::header::ACCEPT);
-        accept.is_some_and(|accept| {
-            accept
-                .as_bytes()
-                .windows(9)
-                .any(|part| part == b"text/html")
-        })
-    };
-    if path == "/" && parts.method == Method::GET && wants_page() {
-        let mut response = Response::new(ClientBody::Own(None));
-        *response.status_mut() = StatusCode::SEE_OTHER;
-        let page = HeaderValue::from_static("/traygate/");
-        response.headers_mut().insert(http::header::LOCATION, page);
-        return Some(response);
-    }
     // A browser asks for the icon of any address it opens: that is no provider's business.
     let is_own = path == "/traygate" || path.starts_with("/traygate/") || path == "/favicon.ico";
-    if !is_own {
-        return None;
-    }
-    let error = CallError::NothingHere {
-        path: path.chars().take(128).collect(),
-    };
-    let response = error.response(Dialect::OpenAi, "");
-    Some(response.map(|body| ClientBody::Own(Some(body))))
+    is_own || (path == "/" && parts.method == Method::GET && wants_page(parts))
+}
+
+fn wants_page(parts: &Parts) -> bool {
+    let accept = parts.headers.get(http::header::ACCEPT);
+    accept.is_some_and(|accept| {
+        let accept = accept.as_bytes();
+        accept.windows(9).any(|part| part == b"text/html")
+    })
+}
+
+/// Traygate's own routes answer. What steers it no page of another origin may read.
+async fn ask_own(own: Router, asked: Request<axum::body::Body>) -> Response<ClientBody> {
+    let path = asked.uri().path();
+    let is_open = path == "/traygate/health" || path == "/traygate/metrics";
+    let origin = asked.headers().get(ORIGIN).filter(|_| is_open).cloned();
+    let answered = own.oneshot(asked).await;
+    let mut response = answered.unwrap_or_else(|never| match never {});
+    accept::share_with_origin(response.headers_mut(), origin.as_ref());
+    response.map(ClientBody::Page)
 }
 
 /// The row of a call of which no more is known than that it came.
-fn new_row(core: &Core, parts: &Parts) -> Row {
+fn new_row(core: &Arc<Core>, parts: &Parts) -> Row {
     let started = core.clock.wall();
     let start = CallStart {
         id: CallId::new(started),
@@ -210,23 +217,29 @@ async fn proxy(
         Ok(call) => call,
         Err((error, row)) => return refused(&error, dialect, row),
     };
+    if core.mode() == Mode::Bypass {
+        call.sharing = None;
+        call.guarded = false;
+    }
     // dedup
+    call.provider.state.mark_used();
     let provider = call.provider.clone();
     let id = call.row.id();
     let role = match &call.sharing {
-        Some(sharing) => core.dedup.enter(sharing, core.clock.now()),
+        Some(sharing) => core.dedup.enter(sharing, id, core.clock.now()),
         None => {
-            let (writer, reader) = Answer::begin(false);
+            let (writer, reader) = Answer::begin(false, id);
             Role::Leader(writer, reader, None)
         }
     };
     match role {
         Role::Kept(kept) => {
-            call.row.open(DedupLabel::Cached);
+            call.row.open(DedupLabel::Cached, None);
             stream_back::from_kept(kept, call.row, &provider, core.clock.now())
         }
         Role::Follower(reader) => {
-            call.row.open(DedupLabel::Joined);
+            call.row
+                .open(DedupLabel::Joined, Some(reader.answer().clone()));
             follow(reader, call.row, &provider, dialect).await
         }
         Role::Leader(writer, reader, flight) => {
@@ -234,7 +247,7 @@ async fn proxy(
                 Some(_) => DedupLabel::Miss,
                 None => DedupLabel::Off,
             };
-            call.row.open(label);
+            call.row.open(label, Some(writer.answer().clone()));
             // pool → breaker → budget → upstream → record
             // Boxed before it is wrapped and spawned: it is some kilobytes, and each would copy it.
             let shared_call = Box::pin(make_the_call(core.clone(), call, writer, flight));
@@ -291,9 +304,11 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Opti
         model,
         streaming,
         sharing,
+        guarded,
         request,
     } = call;
     let mut shared = SharedCall {
+        copy: BodyCopy::begin(world.settings.log.bodies, &request),
         row,
         writer,
         _flight: flight,
@@ -310,12 +325,18 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Opti
         core,
     };
     // pool → breaker
-    let leave = match shared.leave(model).await {
+    let leave = match guarded {
+        true => shared.leave(model).await.map(Some),
+        false => Ok(None),
+    };
+    let leave = match leave {
         Ok(leave) => leave,
         Err(failure) => return shared.fail(failure, None),
     };
     // upstream → stream back
-    match shared.attempt(request, streaming, leave.as_ref()).await {
+    let attempt = shared.attempt(request, streaming, leave.as_ref()).await;
+    shared.row.upstream_ended(shared.clock().now());
+    match attempt {
         Ok(ended) => shared.finish(ended, leave),
         Err(failure) => shared.fail(failure, leave),
     }
@@ -329,6 +350,8 @@ struct SharedCall {
     writer: Writer,
     _flight: Option<Flight>,
     linger: Linger,
+    /// Where bodies are kept.
+    copy: Option<BodyCopy>,
     secrets: Secrets,
     sharing: Option<Sharing>,
     provider: Arc<Provider>,
@@ -342,11 +365,8 @@ impl SharedCall {
         self.core.clock
     }
 
-    /// Leave to go upstream; `None` for routes that need none.
-    async fn leave(&mut self, model: Option<Arc<str>>) -> Result<Option<Leave>, Failure> {
-        if !self.route.is_guarded() {
-            return Ok(None);
-        }
+    /// Leave to go upstream.
+    async fn leave(&mut self, model: Option<Arc<str>>) -> Result<Leave, Failure> {
         let began = self.clock().now();
         let waiting = Leave::wait(&self.core, &self.provider, model);
         let left = std::future::poll_fn(|cx| self.writer.poll_left(cx, &mut self.linger));
@@ -359,7 +379,7 @@ impl SharedCall {
             Ok(leave) => leave.queued,
             Err(_) => self.clock().now().since(began),
         });
-        leave.map(Some)
+        leave
     }
 
     async fn attempt(
@@ -368,10 +388,11 @@ impl SharedCall {
         streaming: bool,
         leave: Option<&Leave>,
     ) -> Result<Ended, Failure> {
-        if !self.writer.sending() {
+        let now = self.clock().now();
+        if !self.writer.sending(now) {
             return Err(Failure::Left);
         }
-        self.row.sent_upstream();
+        self.row.sent_upstream(now);
         let mut attempt = Attempt::new(
             &self.provider,
             self.route,
@@ -379,19 +400,25 @@ impl SharedCall {
             &self.writer,
             &mut self.linger,
             self.core.clock,
-        );
+        )
+        .copying_to(self.copy.as_mut());
         let answering = attempt.send(request).await?;
         let (row, writer) = (&mut self.row, &self.writer);
+        row.upstream_head(self.core.clock.now());
         if writer.leader_left().is_none() {
             row.status(answering.head.status);
         }
         attempt
-            .relay(answering, |now| {
-                if writer.leader_left().is_none() {
-                    row.first_content(now);
-                }
-                if let Some(leave) = leave {
-                    leave.first_content(now);
+            .relay(answering, |came, now| match came {
+                // What timeouts measure, where the head is sent long before.
+                Came::FirstByte => row.upstream_head(now),
+                Came::Content => {
+                    if writer.leader_left().is_none() {
+                        row.first_content(now);
+                    }
+                    if let Some(leave) = leave {
+                        leave.first_content(now);
+                    }
                 }
             })
             .await
@@ -410,6 +437,7 @@ impl SharedCall {
         if let Some(leave) = leave {
             leave.settle(ended.health, ended.account.error.as_ref(), now);
         }
+        self.keep_bodies(ended.account.outcome);
         self.settle(ended.account.outcome, ended.account.error.clone());
         self.writer.finish(Ending::Whole, ended.account);
     }
@@ -422,13 +450,14 @@ impl SharedCall {
             // To wait for the client was not to wait for the upstream.
             Failure::Upload(error) => (error, false, Health::Abandoned),
             // Nobody is left to be told: the row and the breakers say so by themselves.
-            Failure::Left => return,
+            Failure::Left => return self.keep_bodies(Outcome::ClientLeft),
         };
         let told: Arc<str> = error.to_string().into();
         if let Some(leave) = leave {
             leave.settle(health, Some(&told), now);
         }
         let outcome = error.outcome();
+        self.keep_bodies(outcome);
         self.settle(outcome, Some(told.clone()));
         if self.writer.has_head() {
             if event {
@@ -445,6 +474,15 @@ impl SharedCall {
                 self.row.status(error.status());
             }
             self.writer.fail(error);
+        }
+    }
+
+    /// Puts what was asked and answered on record, where a person wants that.
+    fn keep_bodies(&mut self, outcome: Outcome) {
+        let copy = self.copy.take().zip(self.row.start());
+        let body = copy.and_then(|(copy, start)| copy.end(start, outcome, &self.secrets));
+        if let Some(body) = body {
+            self.core.store.body(body);
         }
     }
 

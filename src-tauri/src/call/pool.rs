@@ -42,7 +42,8 @@ pub struct QueueFull {
 }
 
 /// A pool as the control room shows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
+#[schema(as = PoolSnapshot)]
 pub struct Snapshot {
     /// Permits out, extra ones not among them; more than `limit` for a while after a shrink.
     pub in_flight: usize,

@@ -210,3 +210,186 @@ async fn read_encoded(
         ))),
     }
 }
+
+/// A connection in memory, so that its silence can be long.
+#[cfg(test)]
+mod tests {
+    use hyper::service::service_fn;
+    use hyper_util::rt::TokioIo;
+    use tempfile::TempDir;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::call::identify;
+    use crate::clock::Clock;
+    use crate::keys::Keys;
+    use crate::settings::{Overrides, Settings};
+    use crate::store::Store;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    struct Bench {
+        core: Core,
+        _folder: TempDir,
+    }
+
+    impl Bench {
+        fn new() -> Bench {
+            let folder = tempfile::tempdir().expect("a scratch folder");
+            let settings = Settings::parse("", &Overrides::default()).expect("settings");
+            let store = Store::open(folder.path(), Clock::Tokio).expect("a store");
+            Bench {
+                core: Core::new(settings, store, Keys::empty(), Clock::Tokio),
+                _folder: folder,
+            }
+        }
+
+        fn held(&self) -> usize {
+            BODIES_HELD - self.core.bodies.available_permits()
+        }
+
+        /// What [`read_body`] makes of a request that comes in these parts, each after a pause.
+        async fn read(&self, parts: &[(Duration, &[u8])]) -> Result<ReadBody, CallError> {
+            let (mut client, server) = tokio::io::duplex(1 << 20);
+            let (come, mut coming) = mpsc::channel(1);
+            let serving = tokio::spawn(async move {
+                let kept = service_fn(|request| {
+                    let come = come.clone();
+                    async move {
+                        come.send(request).await.expect("somebody reads it");
+                        std::future::pending::<Result<http::Response<String>, io::Error>>().await
+                    }
+                });
+                let server = hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(server), kept);
+                let _ = server.await;
+            });
+            let reading = async {
+                let request: http::Request<Incoming> = coming.recv().await.expect("a request");
+                let (parts, body) = request.into_parts();
+                let place = identify::locate(self.core.world(), &parts).expect("a place");
+                read_body(&self.core, &place, &parts, body).await
+            };
+            let writing = async {
+                for (pause, part) in parts {
+                    tokio::time::sleep(*pause).await;
+                    client.write_all(part).await.expect("an open connection");
+                }
+                std::future::pending().await
+            };
+            let read = tokio::select! {
+                read = reading => read,
+                () = writing => unreachable!("it keeps the connection open"),
+            };
+            serving.abort();
+            read
+        }
+    }
+
+    fn head(framing: &str) -> Vec<u8> {
+        format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n\
+             content-type: application/json\r\n{framing}\r\n\r\n"
+        )
+        .into_bytes()
+    }
+
+    fn chunk(bytes: &[u8]) -> Vec<u8> {
+        [format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()
+    }
+
+    /// A chat request of this length.
+    fn chat(length: usize) -> Vec<u8> {
+        let pad = "x".repeat(length - r#"{"model":"m","pad":""}"#.len());
+        format!(r#"{{"model":"m","pad":"{pad}"}}"#).into_bytes()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upload_that_stands_still_for_a_minute_is_told_so() {
+        let bench = Bench::new();
+        for (framing, half) in [
+            ("content-length: 100", b"{\"half\":".to_vec()),
+            ("content-length: 100000", b"{\"half\":".to_vec()),
+            ("transfer-encoding: chunked", chunk(b"{\"half\":")),
+        ] {
+            let began = bench.core.clock.now();
+            let head = head(framing);
+            let parts = [
+                (Duration::ZERO, &head[..]),
+                (30 * SECOND, &half),
+                (61 * SECOND, &half),
+            ];
+            let Err(error) = bench.read(&parts).await else {
+                panic!("{framing}: it never came whole");
+            };
+            let took = bench.core.clock.now().since(began);
+            assert!(took >= 90 * SECOND && took < 91 * SECOND, "{took:?}");
+            assert_eq!(error.status(), http::StatusCode::REQUEST_TIMEOUT);
+            let told = error.message();
+            assert!(told.contains("stopped coming for 60 s"), "{told}");
+            // What it had reserved is there for others.
+            assert_eq!(bench.held(), 0);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upload_may_take_as_long_as_it_likes_while_it_goes_on() {
+        let bench = Bench::new();
+        let body = chat(30);
+        let head = head(&format!("content-length: {}", body.len()));
+        let mut parts = vec![(Duration::ZERO, &head[..])];
+        parts.extend(body.chunks(1).map(|byte| (59 * SECOND, byte)));
+        let began = bench.core.clock.now();
+        let read = bench.read(&parts).await.expect("it comes");
+        assert!(bench.core.clock.now().since(began) > 29 * 59 * SECOND);
+        assert!(matches!(read.body, RequestBody::Whole { bytes, .. } if bytes == body));
+        assert_eq!(read.facts.model.as_deref(), Some("m"));
+    }
+
+    /// Small ones are held beside the total: they are identified though it is used up.
+    #[tokio::test(start_paused = true)]
+    async fn a_body_of_unknown_length_is_read_while_there_is_room_for_it() {
+        const SMALL: usize = SMALL_BODY as usize;
+        let bench = Bench::new();
+        let head = head("transfer-encoding: chunked");
+        for (length, is_full, is_whole) in [
+            (100, false, true),
+            (100, true, true),
+            (SMALL, true, true),
+            (SMALL + 1, true, false),
+            (SMALL + 1, false, true),
+            (3 * SMALL, true, false),
+            (3 * SMALL, false, true),
+        ] {
+            let room = if is_full { 0 } else { BODIES_HELD };
+            let others = u32::try_from(BODIES_HELD - room).expect("a count of permits");
+            let others = bench.core.bodies.clone().try_acquire_many_owned(others);
+            let others = others.expect("nothing else is held");
+            let body = chat(length);
+            let chunks: Vec<Vec<u8>> = body.chunks(10_000).map(chunk).collect();
+            let mut parts = vec![(Duration::ZERO, &head[..])];
+            parts.extend(chunks.iter().map(|chunk| (SECOND, &chunk[..])));
+            parts.push((SECOND, b"0\r\n\r\n"));
+            let read = bench.read(&parts).await.expect("it comes");
+            let name = format!("{length} bytes, full: {is_full}");
+            assert_eq!(read.hasher.is_some(), is_whole, "{name}");
+            let model = read.facts.model.as_deref();
+            assert_eq!(model, is_whole.then_some("m"), "{name}");
+            match read.body {
+                RequestBody::Whole { bytes, held } => {
+                    assert_eq!(bytes, body, "{name}");
+                    let held = held.map_or(0, |held| held.num_permits());
+                    assert!(held <= length && length <= held + SMALL, "{name}: {held}");
+                }
+                RequestBody::Streamed { read, .. } => {
+                    // All that was taken off the connection goes on, in order.
+                    assert!(body.starts_with(&read.concat()), "{name}");
+                    assert!(read.concat().len() > SMALL, "{name}");
+                }
+            }
+            drop(others);
+            assert_eq!(bench.held(), 0, "{name}");
+        }
+    }
+}

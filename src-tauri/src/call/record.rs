@@ -5,10 +5,13 @@ use std::time::Duration;
 
 use http::StatusCode;
 
-use super::error::CallError;
-use crate::clock::{Clock, Moment};
-use crate::core::{Core, OpenCalls, Phase};
-use crate::store::{CallEnd, CallId, CallStart, DedupLabel, Outcome, Store};
+use super::answer::Answer;
+use super::error::{CallError, client_closed_request};
+use super::live::LiveCall;
+use crate::clock::Moment;
+use crate::core::{Core, Phase};
+use crate::events::Event;
+use crate::store::{CallEnd, CallId, CallStart, DedupLabel, Outcome};
 
 /// A call's row while the call goes on.
 ///
@@ -16,40 +19,48 @@ use crate::store::{CallEnd, CallId, CallStart, DedupLabel, Outcome, Store};
 /// the leader, and the response body for a follower. Dropped without [`Row::settle`], it says
 /// that the client left, or that a fault ended the call if the thread is unwinding.
 pub struct Row {
-    store: Store,
-    clock: Clock,
-    open_calls: Arc<OpenCalls>,
+    core: Arc<Core>,
     id: CallId,
     began: Moment,
     /// Taken when the row is written.
     start: Option<CallStart>,
+    /// While it is shown among the calls under way.
+    live: Option<Arc<LiveCall>>,
     status: Option<u16>,
     account: Option<(Outcome, Option<Arc<str>>)>,
     first_token: Option<Duration>,
     queued: Duration,
-    upstream_call: bool,
+    sent: Option<Duration>,
+    head: Option<Duration>,
+    upstream_ended: Option<Duration>,
 }
 
 impl Row {
-    pub fn new(core: &Core, began: Moment, start: CallStart) -> Row {
+    pub fn new(core: &Arc<Core>, began: Moment, start: CallStart) -> Row {
         core.open_calls.began();
         Row {
-            store: core.store.clone(),
-            clock: core.clock,
-            open_calls: core.open_calls.clone(),
+            core: core.clone(),
             id: start.id,
             began,
             start: Some(start),
+            live: None,
             status: None,
             account: None,
             first_token: None,
             queued: Duration::ZERO,
-            upstream_call: false,
+            sent: None,
+            head: None,
+            upstream_ended: None,
         }
     }
 
     pub fn id(&self) -> CallId {
         self.id
+    }
+
+    /// What is known of the call so far; `None` once the row has been written.
+    pub fn start(&self) -> Option<&CallStart> {
+        self.start.as_ref()
     }
 
     pub fn tool(&self) -> &str {
@@ -67,20 +78,49 @@ impl Row {
         }
     }
 
-    /// Tells the record that the call is under way, so that it is seen if the process dies.
-    pub fn open(&mut self, dedup: DedupLabel) {
-        if let Some(start) = &mut self.start {
-            start.dedup = dedup;
-            self.store.opened(start.clone());
-        }
+    /// Tells the record that the call is under way, so that it is seen if the process dies, and
+    /// whoever watches. `answer`: what its client follows.
+    pub fn open(&mut self, dedup: DedupLabel, answer: Option<Answer>) {
+        let Some(start) = &mut self.start else {
+            return;
+        };
+        start.dedup = dedup;
+        self.core.store.opened(start.clone());
+        let live = Arc::new(LiveCall::new(start.clone(), self.began, answer));
+        self.core.live.insert(live.clone());
+        self.core.events.tell(|| Event::Opened(live.clone()));
+        self.live = Some(live);
+    }
+
+    /// The call among those under way, once it is open.
+    pub fn live(&self) -> Option<&Arc<LiveCall>> {
+        self.live.as_ref()
+    }
+
+    /// A person has stopped it.
+    pub fn is_stopped(&self) -> bool {
+        self.live.as_ref().is_some_and(|live| live.is_stopped())
     }
 
     pub fn queued(&mut self, span: Duration) {
         self.queued = span;
     }
 
-    pub fn sent_upstream(&mut self) {
-        self.upstream_call = true;
+    /// The upstream request goes out at `now`.
+    pub fn sent_upstream(&mut self, now: Moment) {
+        self.sent = Some(now.since(self.began));
+    }
+
+    /// The head of the upstream's answer came at `now`.
+    pub fn upstream_head(&mut self, now: Moment) {
+        self.head = Some(now.since(self.began));
+    }
+
+    /// The upstream's part in the call was over at `now`.
+    pub fn upstream_ended(&mut self, now: Moment) {
+        if self.sent.is_some() {
+            self.upstream_ended = Some(now.since(self.began));
+        }
     }
 
     pub fn status(&mut self, status: StatusCode) {
@@ -118,24 +158,35 @@ impl Drop for Row {
                 (Outcome::ClientLeft, None)
             }
         });
-        // It did not leave: its connection was closed.
-        let was_stopped =
-            outcome == Outcome::ClientLeft && self.open_calls.phase() >= Phase::Cutting;
-        let outcome = if was_stopped {
-            Outcome::Stopped
-        } else {
-            outcome
+        // It did not leave: its connection was closed, or a person stopped it.
+        let is_stopped = self.is_stopped();
+        let was_cut = is_stopped || self.core.open_calls.phase() >= Phase::Cutting;
+        let outcome = match outcome {
+            Outcome::ClientLeft if was_cut => Outcome::Stopped,
+            outcome => outcome,
         };
-        self.store.finished(CallEnd {
+        if is_stopped && outcome == Outcome::Stopped && self.status.is_none() {
+            self.status(client_closed_request());
+        }
+        let end = CallEnd {
             start,
             status: self.status,
             outcome,
             first_token: self.first_token,
             queued: self.queued,
-            duration: self.clock.now().since(self.began),
-            upstream_call: self.upstream_call,
+            duration: self.core.clock.now().since(self.began),
+            sent: self.sent,
+            head: self.head,
+            upstream_ended: self.upstream_ended,
             error: error.map(|error| error.as_ref().to_owned()),
-        });
-        self.open_calls.ended();
+        };
+        if self.live.is_some() {
+            self.core.live.remove(self.id);
+        }
+        self.core.metrics.finished(&end);
+        let events = &self.core.events;
+        events.tell(|| Event::Finished(Arc::new(end.clone())));
+        self.core.store.finished(end);
+        self.core.open_calls.ended();
     }
 }

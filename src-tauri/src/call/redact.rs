@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName};
+use memchr::memmem;
 use url::form_urlencoded;
 
 use super::credential::{credential_headers, query_credentials};
@@ -36,6 +37,17 @@ impl Secrets {
         Secrets(secrets)
     }
 
+    /// The bytes without them, nor anything else that looks like a key; `None` if there is none.
+    pub fn redact_bytes(&self, bytes: &[u8]) -> Option<Vec<u8>> {
+        let mut clean: Option<Vec<u8>> = None;
+        for secret in &self.0 {
+            let found = bytes_without(clean.as_deref().unwrap_or(bytes), secret.as_bytes());
+            clean = found.or(clean);
+        }
+        let found = without_likely_keys(clean.as_deref().unwrap_or(bytes));
+        found.or(clean)
+    }
+
     /// The text without them.
     pub fn redact(&self, text: Arc<str>) -> Arc<str> {
         let mut text = text;
@@ -46,6 +58,58 @@ impl Secrets {
         }
         text
     }
+}
+
+/// What stands where a key stood.
+const MARK: &str = "[key]";
+
+fn bytes_without(bytes: &[u8], secret: &[u8]) -> Option<Vec<u8>> {
+    let mut clean = Vec::new();
+    let mut from = 0;
+    for at in memmem::find_iter(bytes, secret) {
+        clean.extend_from_slice(&bytes[from..at]);
+        clean.extend_from_slice(MARK.as_bytes());
+        from = at + secret.len();
+    }
+    (from > 0).then(|| {
+        clean.extend_from_slice(&bytes[from..]);
+        clean
+    })
+}
+
+/// How the keys of well-known providers begin.
+const LIKELY: [&str; 7] = ["sk-", "xai-", "gsk_", "AIza", "r8_", "hf_", "pplx-"];
+/// Shorter words than this are no keys.
+const SHORTEST_LIKELY: usize = 24;
+
+/// Keys that are not this call's own: a tool may have read one from a file and sent it along.
+fn without_likely_keys(bytes: &[u8]) -> Option<Vec<u8>> {
+    let in_key = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+    let mut clean = Vec::new();
+    let mut from = 0;
+    for beginning in word_starts(bytes, in_key) {
+        let word = &bytes[beginning..];
+        let length = word.iter().take_while(|byte| in_key(byte)).count();
+        let is_likely = length >= SHORTEST_LIKELY
+            && LIKELY
+                .iter()
+                .any(|start| word.starts_with(start.as_bytes()))
+            && word[..length].iter().any(u8::is_ascii_digit);
+        if is_likely {
+            clean.extend_from_slice(&bytes[from..beginning]);
+            clean.extend_from_slice(MARK.as_bytes());
+            from = beginning + length;
+        }
+    }
+    (from > 0).then(|| {
+        clean.extend_from_slice(&bytes[from..]);
+        clean
+    })
+}
+
+/// Where words begin that a key may be.
+fn word_starts(bytes: &[u8], in_key: impl Fn(&u8) -> bool) -> impl Iterator<Item = usize> {
+    (0..bytes.len()).filter(move |at| in_key(&bytes[*at]) && (*at == 0 || !in_key(&bytes[at - 1])))
 }
 
 /// `text` with a word in the place of every `secret`, or of a beginning of it; `None` if it has
@@ -59,7 +123,7 @@ fn without(text: &str, secret: &str) -> Option<String> {
         let same = found.bytes().zip(secret.bytes());
         let same = same.take_while(|(said, secret)| said == secret).count();
         clean.push_str(before);
-        clean.push_str("[key]");
+        clean.push_str(MARK);
         rest = &found[found.floor_char_boundary(same)..];
     }
     if rest.len() == text.len() {
@@ -104,6 +168,17 @@ mod tests {
         );
         let said: Arc<str> = "no key here".into();
         assert!(Arc::ptr_eq(&secrets().redact(said.clone()), &said));
+    }
+
+    #[test]
+    fn finds_keys_in_bytes_its_own_and_likely_ones() {
+        let said = b"\xff sk-canary-0123456789 {\"k\":\"sk-ant-api03-AbCdEf0123456789xyz\"} sk-short task-sk-0123456789012345678901";
+        let clean = secrets().redact_bytes(said).unwrap();
+        assert_eq!(
+            clean,
+            b"\xff [key] {\"k\":\"[key]\"} sk-short task-sk-0123456789012345678901"
+        );
+        assert_eq!(secrets().redact_bytes(b"nothing of the kind"), None);
     }
 
     #[test]

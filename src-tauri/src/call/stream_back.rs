@@ -26,6 +26,8 @@ const PROVIDER: HeaderName = HeaderName::from_static("x-traygate-provider");
 pub enum ClientBody {
     /// Traygate's own words.
     Own(Option<Bytes>),
+    /// What Traygate's own routes answer.
+    Page(axum::body::Body),
     /// A kept answer.
     Kept(KeptBody),
     /// A shared answer, as it comes.
@@ -151,7 +153,10 @@ impl Body for ClientBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match &mut *self {
             ClientBody::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            ClientBody::Kept(body) => Poll::Ready(body.next().map(|bytes| Ok(Frame::data(bytes)))),
+            ClientBody::Kept(body) => Poll::Ready(body.next().map(|part| part.map(Frame::data))),
+            ClientBody::Page(body) => Pin::new(body)
+                .poll_frame(cx)
+                .map(|frame| frame.map(|frame| frame.map_err(Into::into))),
             ClientBody::Shared(body) => body.poll_next(cx),
             ClientBody::Passing(body) => Pin::new(body)
                 .poll_frame(cx)
@@ -162,6 +167,7 @@ impl Body for ClientBody {
     fn is_end_stream(&self) -> bool {
         match self {
             ClientBody::Own(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
+            ClientBody::Page(body) => body.is_end_stream(),
             ClientBody::Kept(body) => body.is_sent(),
             ClientBody::Shared(body) => body.reader.is_at_end(),
             ClientBody::Passing(body) => body.is_end_stream(),
@@ -176,6 +182,7 @@ impl Body for ClientBody {
             ClientBody::Kept(body) => {
                 SizeHint::with_exact((body.kept.body.len() - body.sent) as u64)
             }
+            ClientBody::Page(body) => body.size_hint(),
             // The upstream's own content-length, where there is one, stands in the head.
             ClientBody::Shared(_) => SizeHint::default(),
             ClientBody::Passing(body) => body.size_hint(),
@@ -188,14 +195,17 @@ impl KeptBody {
         self.sent == self.kept.body.len()
     }
 
-    fn next(&mut self) -> Option<Bytes> {
+    fn next(&mut self) -> Option<Result<Bytes, BodyError>> {
         if self.is_sent() {
             return None;
+        }
+        if self.row.is_stopped() {
+            return Some(Err(CutShort.into()));
         }
         let body = &self.kept.body;
         let part = body.slice(self.sent..body.len().min(self.sent + KEPT_PART));
         self.sent += part.len();
-        Some(part)
+        Some(Ok(part))
     }
 }
 

@@ -13,7 +13,9 @@ use crate::keys::Keys;
 use crate::policy::fingerprint::RequestKey;
 use crate::settings::{DedupMode, Overrides, Settings};
 use crate::store::Store;
-use crate::store::queries::{CallFilter, CallRow, Reader as Record};
+use crate::store::pages::CallsQuery;
+use crate::store::queries::{CallRow, Reader as Record};
+use http::StatusCode;
 
 /// How far a call has come when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,6 +39,9 @@ struct Bench {
     provider: Arc<Provider>,
     folder: TempDir,
 }
+
+/// Whoever reads; every answer here has readers of one kind only.
+const ID: CallId = CallId(ulid::Ulid::nil());
 
 const SHARING: Sharing = Sharing {
     key: RequestKey([7; 32]),
@@ -72,11 +77,12 @@ impl Bench {
     fn lead(&self, writer: Writer, flight: Option<Flight>, reached: Reached, end: End) -> Led {
         let (core, provider) = (self.core.clone(), self.provider.clone());
         let mut row = self.row();
-        row.open(DedupLabel::Miss);
+        row.open(DedupLabel::Miss, Some(writer.answer().clone()));
         let (at_it, is_at_it) = tokio::sync::oneshot::channel();
         let (go_on, may_go_on) = tokio::sync::oneshot::channel::<()>();
         let task = tokio::spawn(async move {
             let mut shared = SharedCall {
+                copy: None,
                 row,
                 writer,
                 _flight: flight,
@@ -90,12 +96,12 @@ impl Bench {
             };
             let mut leave = None;
             if reached >= Reached::Leave {
-                leave = shared.leave(None).await.unwrap_or(None);
+                leave = shared.leave(None).await.ok();
                 assert!(leave.is_some());
             }
             if reached >= Reached::Sent {
-                assert!(shared.writer.sending());
-                shared.row.sent_upstream();
+                assert!(shared.writer.sending(shared.core.clock.now()));
+                shared.row.sent_upstream(shared.core.clock.now());
             }
             if reached >= Reached::Content {
                 shared.row.status(StatusCode::OK);
@@ -136,9 +142,7 @@ impl Bench {
         assert!(in_time.is_ok(), "a call keeps its row");
         assert!(self.core.store.flush(Duration::from_secs(30)));
         let record = Record::open(self.folder.path()).expect("a record");
-        record
-            .calls(&CallFilter::default(), 10, None)
-            .expect("rows")
+        record.calls(&CallsQuery::default()).expect("rows").calls
     }
 }
 
@@ -187,18 +191,19 @@ async fn however_a_call_ends_nothing_leaks_and_everybody_is_told() {
             let bench = Bench::new();
             let name = format!("{end:?} at {reached:?}");
             let Role::Leader(writer, reader, flight) =
-                bench.core.dedup.enter(&SHARING, bench.core.clock.now())
+                bench.core.dedup.enter(&SHARING, ID, bench.core.clock.now())
             else {
                 panic!("nobody else is there");
             };
-            let Role::Follower(follower) = bench.core.dedup.enter(&SHARING, bench.core.clock.now())
+            let Role::Follower(follower) =
+                bench.core.dedup.enter(&SHARING, ID, bench.core.clock.now())
             else {
                 panic!("it can be joined");
             };
             let led = bench.lead(writer, flight, reached, end);
             let follower = tokio::spawn({
                 let (mut row, provider) = (bench.row(), bench.provider.clone());
-                row.open(DedupLabel::Joined);
+                row.open(DedupLabel::Joined, Some(follower.answer().clone()));
                 async move {
                     let mut response = follow(follower, row, &provider, Dialect::OpenAi).await;
                     let (body, in_order) = read_whole(&mut response).await;
@@ -270,10 +275,10 @@ async fn however_a_call_ends_nothing_leaks_and_everybody_is_told() {
 async fn a_follower_that_panics_leaves_its_place_alone() {
     let bench = Bench::new();
     let now = bench.core.clock.now();
-    let Role::Leader(writer, reader, flight) = bench.core.dedup.enter(&SHARING, now) else {
+    let Role::Leader(writer, reader, flight) = bench.core.dedup.enter(&SHARING, ID, now) else {
         panic!("nobody else is there");
     };
-    let Role::Follower(follower) = bench.core.dedup.enter(&SHARING, now) else {
+    let Role::Follower(follower) = bench.core.dedup.enter(&SHARING, ID, now) else {
         panic!("it can be joined");
     };
     writer.prepare_head(Head {
@@ -282,7 +287,7 @@ async fn a_follower_that_panics_leaves_its_place_alone() {
         length: None,
     });
     let mut row = bench.row();
-    row.open(DedupLabel::Joined);
+    row.open(DedupLabel::Joined, Some(follower.answer().clone()));
     let provider = bench.provider.clone();
     let panicked = tokio::spawn(async move {
         let _response = follow(follower, row, &provider, Dialect::OpenAi).await;

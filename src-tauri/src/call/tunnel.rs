@@ -17,6 +17,7 @@ use super::identify::Place;
 use super::record::Row;
 use super::stream_back::{self, ClientBody};
 use crate::core::Core;
+use crate::mode::Mode;
 use crate::provider::clients::describe;
 use crate::store::{Billing, DedupLabel, Outcome};
 
@@ -50,7 +51,8 @@ pub async fn answer(
     let dialect = place.dialect;
     place.name_in(&mut row, &parts);
     row.identify(|start| start.billing = Billing::Unmetered);
-    let opened = if place.route_of_post().is_generation() {
+    let is_guarded = core.mode() != Mode::Bypass;
+    let opened = if place.route_of_post().is_generation() && is_guarded {
         Err(CallError::UpgradeRequired)
     } else {
         open(core, &place, parts, &mut row).await
@@ -104,8 +106,8 @@ async fn open(
         .clients
         .for_upgrades()
         .map_err(|error| unreachable(error.to_string()))?;
-    row.open(DedupLabel::Off);
-    row.sent_upstream();
+    row.open(DedupLabel::Off, None);
+    row.sent_upstream(core.clock.now());
     let limit = provider.settings.limits.first_byte;
     match tokio::time::timeout(limit, http.execute(request)).await {
         Ok(Ok(upstream)) => Ok(Opened { client, upstream }),
@@ -163,7 +165,18 @@ impl Opened {
                 let client = client.await.map_err(std::io::Error::other)?;
                 copy_bidirectional(&mut TokioIo::new(client), &mut upstream).await
             };
-            match carried.await {
+            let live = row.live().cloned();
+            let stopped = async {
+                match &live {
+                    Some(live) => live.stopped().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let carried = tokio::select! {
+                carried = carried => carried,
+                () = stopped => return,
+            };
+            match carried {
                 Ok(_) => row.settle(Outcome::Completed, None),
                 Err(error) => {
                     debug!(%error, "a tunnel broke");

@@ -18,6 +18,7 @@ use hyper::body::Incoming;
 use tokio::time::Sleep;
 
 use super::answer::{Account, Head, Linger, Writer};
+use super::bodies::BodyCopy;
 use super::error::CallError;
 use super::headers::{remove_cors, remove_hop_by_hop};
 use super::identify::UpstreamRequest;
@@ -207,6 +208,15 @@ impl Deadline {
     }
 }
 
+/// What has come of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Came {
+    /// The first byte of its body.
+    FirstByte,
+    /// Its first content.
+    Content,
+}
+
 /// An attempt under way.
 pub struct Attempt<'a> {
     provider: &'a Provider,
@@ -217,6 +227,7 @@ pub struct Attempt<'a> {
     timing: Timing,
     deadline: Deadline,
     upload: Arc<Upload>,
+    copy: Option<&'a mut BodyCopy>,
 }
 
 /// The answer's head has come; its body is to be relayed.
@@ -248,7 +259,14 @@ impl<'a> Attempt<'a> {
             clock,
             timing,
             upload: Arc::default(),
+            copy: None,
         }
+    }
+
+    /// Puts what is answered into `copy` too.
+    pub fn copying_to(mut self, copy: Option<&'a mut BodyCopy>) -> Attempt<'a> {
+        self.copy = copy;
+        self
     }
 
     /// Sends the request and waits for the answer's head.
@@ -314,6 +332,9 @@ impl<'a> Attempt<'a> {
         let framing = Framing::of(text(&CONTENT_TYPE).unwrap_or_default());
         let encoding = text(&CONTENT_ENCODING).map_or(Encoding::Identity, Encoding::of);
         let length = text(&CONTENT_LENGTH).and_then(|length| length.parse().ok());
+        if let Some(copy) = &mut self.copy {
+            copy.head(&headers);
+        }
         Ok(Answering {
             tap: Tap::new(
                 self.route,
@@ -336,7 +357,7 @@ impl<'a> Attempt<'a> {
         })
     }
 
-    /// Reads the answer's body to its end, handing every chunk on as it comes. `on_content` is told
+    /// Reads the answer's body to its end, handing every chunk on as it comes. `on` is told
     /// once. The end itself, and a last chunk that came with it, are left for
     /// [`Writer::finish`] to tell, so that what has to be done before the end is seen can be.
     ///
@@ -345,7 +366,7 @@ impl<'a> Attempt<'a> {
     pub async fn relay(
         &mut self,
         answering: Answering,
-        mut on_content: impl FnMut(Moment),
+        mut on: impl FnMut(Came, Moment),
     ) -> Result<Ended, Failure> {
         let Answering {
             head,
@@ -399,9 +420,12 @@ impl<'a> Attempt<'a> {
                 },
             };
             let now = self.clock.now();
-            if std::mem::take(&mut is_first) && framing == Framing::Sse {
-                // Also where it was not asked to stream.
-                self.timing = self.timing.of_stream(self.provider);
+            if std::mem::take(&mut is_first) {
+                on(Came::FirstByte, now);
+                if framing == Framing::Sse {
+                    // Also where it was not asked to stream.
+                    self.timing = self.timing.of_stream(self.provider);
+                }
             }
             if let Some(limit) = self.timing.between_chunks() {
                 self.deadline.restart(now, limit);
@@ -411,6 +435,9 @@ impl<'a> Attempt<'a> {
                 self.writer.hold(chunk.clone());
             } else {
                 self.writer.append(chunk.clone());
+            }
+            if let Some(copy) = &mut self.copy {
+                copy.chunk(&chunk);
             }
             tap.feed(&chunk);
             if tap.saw_end() {
@@ -427,7 +454,7 @@ impl<'a> Attempt<'a> {
                 self.writer.content(now);
                 // The text of a 503 is no content: it must not pass for a probe's success.
                 if status < 400 {
-                    on_content(now);
+                    on(Came::Content, now);
                 }
             }
             if is_last {
@@ -749,9 +776,9 @@ mod tests {
         // is asked before time leaps, and looked at well after that.
         let _ = clock.now();
         tokio::time::advance(MINUTE).await;
-        let (writer, reader) = Answer::begin(false);
+        let (writer, reader) = Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()));
         let mut linger = Linger::new(Duration::ZERO);
-        assert!(writer.sending());
+        assert!(writer.sending(Clock::Tokio.now()));
         let began = clock.now();
         let relaying = async {
             let streaming = framing == Framing::Sse;
@@ -759,7 +786,7 @@ mod tests {
             let mut attempt =
                 Attempt::new(&provider, route, streaming, &writer, &mut linger, clock);
             let answering = answering(&provider, framing, body(chunks));
-            let result = attempt.relay(answering, |_| {}).await;
+            let result = attempt.relay(answering, |_, _| {}).await;
             let took = clock.now().since(began);
             // The reader goes on to the end of what there is.
             let account = Account {
@@ -799,7 +826,7 @@ mod tests {
         ];
         for (name, streaming, after, cut) in table {
             let provider = provider(name);
-            let (writer, _reader) = Answer::begin(false);
+            let (writer, _reader) = Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()));
             let mut linger = Linger::new(Duration::ZERO);
             let mut attempt = Attempt::new(
                 &provider,

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -13,13 +13,18 @@ use crate::settings::ProviderSettings;
 
 /// Calls a client carries before the next one is used: reqwest keeps one HTTP/2 connection a
 /// client and host, and servers allow about a hundred streams on it.
-const CALLS_A_CLIENT: usize = 64;
+const CALLS_A_CLIENT: u32 = 64;
+/// What an HTTP/2 stream may have under way that nobody has read yet. The connection's window is as
+/// large as those of all its streams: a smaller one would be used up by a few clients that read
+/// slowly, and every other stream on that connection would stand still.
+const STREAM_WINDOW: u32 = 1 << 20;
 /// Idle connections to this machine cost nothing to open again, and local servers close them soon.
 const IDLE_ON_LOOPBACK: Duration = Duration::from_secs(4);
 const IDLE_ELSEWHERE: Duration = Duration::from_secs(30);
-/// How long a silent HTTP/2 connection goes without a ping, and how long the ping may take.
-const PING_EVERY: Duration = Duration::from_secs(15);
-const PING_ANSWER: Duration = Duration::from_secs(10);
+const PINGS: Pings = Pings {
+    every: Duration::from_secs(15),
+    answer: Duration::from_secs(10),
+};
 
 /// Why a client could not be made.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -41,18 +46,29 @@ pub struct Clients {
 
 struct Slot {
     client: Client,
-    calls: AtomicUsize,
+    calls: AtomicU32,
 }
 
 /// What the clients of a provider have in common.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 struct Recipe {
+    /// Connections lead there and to nowhere else.
+    origin: String,
     connect: Duration,
     ca_file: Option<PathBuf>,
     loopback: bool,
     /// The base URL's host, where it is a name of this machine.
     local_name: Option<String>,
     tls: bool,
+    pings: Pings,
+}
+
+/// How long a silent HTTP/2 connection goes without a ping, and how long the ping may take: a peer
+/// that has gone without a word is found out long before a stream's idle limit.
+#[derive(Clone, Copy, PartialEq)]
+struct Pings {
+    every: Duration,
+    answer: Duration,
 }
 
 /// Where a name of this machine is looked for. Some servers listen on one family only, and the
@@ -82,21 +98,16 @@ impl Drop for Lease {
 impl Clients {
     pub fn new(settings: &ProviderSettings) -> Clients {
         Clients {
-            recipe: Recipe {
-                connect: settings.limits.connect,
-                ca_file: settings.ca_file.clone(),
-                loopback: is_loopback(&settings.base_url),
-                local_name: settings
-                    .base_url
-                    .domain()
-                    .filter(|name| is_local_name(name))
-                    .map(str::to_owned),
-                tls: settings.base_url.scheme() == "https",
-            },
+            recipe: Recipe::of(settings),
             slots: Mutex::default(),
             upgrades: OnceLock::new(),
             fresh: OnceLock::new(),
         }
+    }
+
+    /// Whether clients for these settings would be the same.
+    pub fn serve(&self, settings: &ProviderSettings) -> bool {
+        self.recipe == Recipe::of(settings)
     }
 
     /// A client with room for one more call.
@@ -109,7 +120,7 @@ impl Clients {
         let room = if self.recipe.tls {
             CALLS_A_CLIENT
         } else {
-            usize::MAX
+            u32::MAX
         };
         let slot = match slots
             .iter()
@@ -119,7 +130,7 @@ impl Clients {
             None => {
                 let slot = Arc::new(Slot {
                     client: self.recipe.build(|client| client)?,
-                    calls: AtomicUsize::new(0),
+                    calls: AtomicU32::new(0),
                 });
                 slots.push(slot.clone());
                 slot
@@ -151,6 +162,22 @@ impl Clients {
 }
 
 impl Recipe {
+    fn of(settings: &ProviderSettings) -> Recipe {
+        Recipe {
+            origin: settings.origin(),
+            connect: settings.limits.connect,
+            ca_file: settings.ca_file.clone(),
+            loopback: is_loopback(&settings.base_url),
+            local_name: settings
+                .base_url
+                .domain()
+                .filter(|name| is_local_name(name))
+                .map(str::to_owned),
+            tls: settings.base_url.scheme() == "https",
+            pings: PINGS,
+        }
+    }
+
     fn build(
         &self,
         with: impl FnOnce(ClientBuilder) -> ClientBuilder,
@@ -167,8 +194,10 @@ impl Recipe {
             .tcp_nodelay(true)
             .connect_timeout(self.connect)
             .pool_idle_timeout(idle)
-            .http2_keep_alive_interval(PING_EVERY)
-            .http2_keep_alive_timeout(PING_ANSWER)
+            .http2_initial_stream_window_size(STREAM_WINDOW)
+            .http2_initial_connection_window_size(STREAM_WINDOW * CALLS_A_CLIENT)
+            .http2_keep_alive_interval(self.pings.every)
+            .http2_keep_alive_timeout(self.pings.answer)
             .http2_keep_alive_while_idle(true);
         if self.loopback {
             builder = builder.no_proxy();
@@ -182,9 +211,17 @@ impl Recipe {
         } else if let Some(path) = &self.ca_file {
             builder = builder.tls_certs_merge(read_certificates(path)?);
         }
-        with(builder)
-            .build()
-            .map_err(|error| ClientError::Build(super::clients::describe(&error)))
+        with(builder).build().map_err(|error| {
+            let reason = describe(&error);
+            match &self.ca_file {
+                // Only its certificates are read by then; the system's that are no good are left out.
+                Some(path) if self.tls => ClientError::CaFile {
+                    path: path.clone(),
+                    reason: format!("a certificate in it cannot be read ({reason})"),
+                },
+                _ => ClientError::Build(reason),
+            }
+        })
     }
 }
 
@@ -220,23 +257,84 @@ fn is_local_name(name: &str) -> bool {
     name == "localhost" || name.ends_with(".localhost")
 }
 
-/// The innermost cause of an error in words, without the address, which may hold a key: the outer
-/// layers only say that sending failed.
+/// The cause of an error in words, without the address, which may hold a key: the outer layers only
+/// say that sending failed.
 pub fn describe(error: &dyn std::error::Error) -> String {
-    let mut cause = error;
-    while let Some(inner) = cause.source() {
-        cause = inner;
+    let mut told = String::new();
+    let mut layer = Some(error);
+    while let Some(cause) = layer {
+        told = cause.to_string();
+        if let Some((_, plain)) = IN_PLAIN_WORDS.iter().find(|(said, _)| told.contains(said)) {
+            return (*plain).to_owned();
+        }
+        layer = cause.source();
     }
-    let told = cause.to_string();
-    // What the HTTP library says of a connection that closed too early.
-    let too_early = [
-        "unexpected EOF",
-        "end of file before message length reached",
-        "connection closed before message completed",
-    ];
-    if too_early.iter().any(|words| told.contains(words)) {
-        "the connection closed too early".to_owned()
-    } else {
-        told
+    told
+}
+
+const TOO_EARLY: &str = "the connection closed too early";
+
+/// What the HTTP and TLS libraries say, and what it means to the person who reads it.
+const IN_PLAIN_WORDS: [(&str, &str); 7] = [
+    ("unexpected EOF", TOO_EARLY),
+    ("end of file before message length reached", TOO_EARLY),
+    ("connection closed before message completed", TOO_EARLY),
+    (
+        "keep-alive timed out",
+        "the connection is dead: nobody answers its pings",
+    ),
+    (
+        "UnknownIssuer",
+        "its certificate comes from an issuer that this machine does not trust (UnknownIssuer); if that is one of your own, name its certificate as the provider's ca_file",
+    ),
+    (
+        "BadSignature",
+        "its certificate was not signed by the issuer of that name that this machine trusts (BadSignature); if the issuer has a new certificate, name that as the provider's ca_file",
+    ),
+    (
+        "CaUsedAsEndEntity",
+        "its certificate is an authority's and no server's (CaUsedAsEndEntity); make it one with basicConstraints=CA:FALSE",
+    ),
+];
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::settings::{Overrides, Settings};
+
+    /// An empty SETTINGS frame: all that a server has to say before it may fall silent.
+    const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+    /// Far beyond what the pings take here; only a failing test waits so long.
+    const LIMIT: Duration = Duration::from_secs(30);
+
+    #[tokio::test]
+    async fn an_http_2_peer_that_has_gone_without_a_word_is_found_out() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let url = format!("http://{}/", listener.local_addr().expect("bound"));
+        let settings = Settings::parse("", &Overrides::default()).expect("settings");
+        let recipe = Recipe {
+            pings: Pings {
+                every: Duration::from_millis(50),
+                answer: Duration::from_millis(50),
+            },
+            ..Recipe::of(settings.provider("ollama").expect("shipped"))
+        };
+        let client = recipe.build(ClientBuilder::http2_prior_knowledge);
+        let client = client.expect("a client");
+        let falling_silent = async {
+            let (mut socket, _) = listener.accept().await.expect("a connection");
+            socket.write_all(&SETTINGS).await.expect("taken");
+            std::future::pending().await
+        };
+        let error = tokio::select! {
+            sent = tokio::time::timeout(LIMIT, client.get(&url).send()) => {
+                sent.expect("it waits for ever").expect_err("nobody answers")
+            }
+            () = falling_silent => unreachable!("it keeps the socket open"),
+        };
+        assert!(describe(&error).contains("pings"), "{error:?}");
     }
 }

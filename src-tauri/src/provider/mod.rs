@@ -23,7 +23,7 @@ pub struct Provider {
     pub base: Base,
     /// Its name as a header value.
     pub label: HeaderValue,
-    pub clients: Clients,
+    pub clients: Arc<Clients>,
     pub state: Arc<ProviderState>,
     /// The upstream addresses of the few paths that most calls have: parsing one costs as much as
     /// hashing a small body. std RwLock: never held across an await.
@@ -36,11 +36,30 @@ const KEPT_ADDRESSES: usize = 32;
 impl Provider {
     pub fn new(settings: ProviderSettings) -> Provider {
         let state = Arc::new(ProviderState::new(&settings));
+        let clients = Arc::new(Clients::new(&settings));
+        Provider::of(settings, state, clients)
+    }
+
+    /// The same provider with changed settings: calls share its pool and breakers, and its
+    /// connections too where they are made as before.
+    pub fn with(&self, settings: ProviderSettings) -> Provider {
+        let clients = match self.clients.serve(&settings) {
+            true => self.clients.clone(),
+            false => Arc::new(Clients::new(&settings)),
+        };
+        Provider::of(settings, self.state.clone(), clients)
+    }
+
+    fn of(
+        settings: ProviderSettings,
+        state: Arc<ProviderState>,
+        clients: Arc<Clients>,
+    ) -> Provider {
         Provider {
             base: Base::new(&settings.base_url),
             label: HeaderValue::from_str(&settings.name)
                 .unwrap_or_else(|_| HeaderValue::from_static("provider")),
-            clients: Clients::new(&settings),
+            clients,
             state,
             addresses: RwLock::default(),
             settings,

@@ -5,12 +5,16 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::Notify;
-use tokio::sync::futures::Notified;
-
 use crate::call::pool::Pool;
 use crate::clock::Moment;
-use crate::policy::breaker::{Breaker, BreakerSettings, Pass, Refusal, State, Transition, Verdict};
+use serde::Deserialize;
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
+use utoipa::ToSchema;
+
+use crate::policy::breaker::{
+    Breaker, BreakerSettings, Pass, Refusal, Snapshot, State, Transition, Verdict,
+};
 use crate::settings::ProviderSettings;
 
 /// Models of one provider that have been overloaded: a bound on what a client that makes up
@@ -21,16 +25,20 @@ const MODEL_BREAKERS: usize = 256;
 pub struct ProviderState {
     pub pool: Pool,
     // std Mutex: held for a decision, never across an await.
-    breakers: Mutex<Breakers>,
+    breakers: Mutex<Guards>,
     /// Any model has a breaker: calls look no further while none has.
     overloads: AtomicBool,
     /// Told when a breaker opens, so that those who wait for a permit are refused at once.
     opened: Notify,
+    /// Told when the settings change, so that a recovery check does not sleep by the old ones.
+    configured: Notify,
     /// A recovery check runs.
     checking: AtomicBool,
+    /// A call has gone to it.
+    used: AtomicBool,
 }
 
-struct Breakers {
+struct Guards {
     settings: BreakerSettings,
     provider: Breaker,
     models: HashMap<Arc<str>, Breaker>,
@@ -80,11 +88,35 @@ pub struct Change {
     pub transition: Transition,
 }
 
+/// What a person does to a breaker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Command {
+    /// Closes it.
+    Reset,
+    /// Makes it half-open: the next call tries.
+    Probe,
+    /// Holds it open.
+    Hold,
+    /// Ends the hold: it goes on half-open.
+    Release,
+}
+
+/// A provider's breakers at one moment.
+#[derive(Clone, Debug)]
+pub struct Breakers {
+    pub provider: Snapshot,
+    /// Those of models that have been overloaded, by name.
+    pub models: Vec<(Arc<str>, Snapshot)>,
+    /// The last thing that went wrong, in words.
+    pub last_error: Option<Arc<str>>,
+}
+
 impl ProviderState {
     pub fn new(settings: &ProviderSettings) -> ProviderState {
         ProviderState {
             pool: Pool::new(settings.limits.concurrency, settings.limits.queue),
-            breakers: Mutex::new(Breakers {
+            breakers: Mutex::new(Guards {
                 settings: settings.breaker.clone(),
                 provider: Breaker::new(settings.breaker.clone()),
                 models: HashMap::new(),
@@ -92,7 +124,9 @@ impl ProviderState {
             }),
             overloads: AtomicBool::new(false),
             opened: Notify::new(),
+            configured: Notify::new(),
             checking: AtomicBool::new(false),
+            used: AtomicBool::new(false),
         }
     }
 
@@ -102,8 +136,8 @@ impl ProviderState {
     pub fn configure(&self, settings: &ProviderSettings, now: Moment) -> Vec<Change> {
         self.pool.resize(settings.limits.concurrency);
         self.pool.set_queue(settings.limits.queue);
-        let mut breakers = self.lock();
-        let breakers = &mut *breakers;
+        let mut guards = self.lock();
+        let breakers = &mut *guards;
         breakers.settings = settings.breaker.clone();
         let mut changes = Vec::new();
         let transition = breakers.provider.configure(settings.breaker.clone(), now);
@@ -118,15 +152,77 @@ impl ProviderState {
                 transition,
             }));
         }
+        drop(guards);
+        self.configured.notify_waiters();
         changes
     }
 
-    fn lock(&self) -> MutexGuard<'_, Breakers> {
+    fn lock(&self) -> MutexGuard<'_, Guards> {
         self.breakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn looks_at_model<'a>(&self, model: Option<&'a Arc<str>>) -> Option<&'a Arc<str>> {
         model.filter(|_| self.overloads.load(Ordering::Acquire))
+    }
+
+    /// A call goes to it.
+    pub fn mark_used(&self) {
+        // Looked at first: writing would take the line from the other cores with every call.
+        if !self.is_used() {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+
+    pub fn is_used(&self) -> bool {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// How the breakers stand at `now`.
+    pub fn snapshot(&self, now: Moment) -> Breakers {
+        let guards = self.lock();
+        let models = guards.models.iter();
+        let mut models: Vec<_> = models
+            .map(|(model, breaker)| (model.clone(), breaker.snapshot(now)))
+            .collect();
+        models.sort_by(|(one, _), (other, _)| one.cmp(other));
+        Breakers {
+            provider: guards.provider.snapshot(now),
+            models,
+            last_error: guards.last_error.clone(),
+        }
+    }
+
+    /// Does what a person wants of the provider's breaker, or of a model's own, which is made if
+    /// there is none yet. `None`: there are too many models to hold one more.
+    pub fn command(
+        &self,
+        model: Option<&Arc<str>>,
+        command: Command,
+        now: Moment,
+    ) -> Option<Vec<Change>> {
+        let mut guards = self.lock();
+        let breaker = match model {
+            None => &mut guards.provider,
+            Some(model) => guards.of_model(model, now)?,
+        };
+        let transition = match command {
+            Command::Reset => breaker.reset(now),
+            Command::Probe => breaker.probe(now),
+            Command::Hold => breaker.hold(now),
+            Command::Release => breaker.release(now),
+        };
+        guards.forget_well(model, now);
+        self.overloads
+            .store(!guards.models.is_empty(), Ordering::Release);
+        drop(guards);
+        if matches!(transition, Some(Transition::Opened { .. })) {
+            self.opened.notify_waiters();
+        }
+        let change = |transition| Change {
+            model: model.cloned(),
+            transition,
+        };
+        Some(transition.map(change).into_iter().collect())
     }
 
     /// Would a call of `model` be refused now? Claims nothing.
@@ -238,6 +334,11 @@ impl ProviderState {
         self.opened.notified()
     }
 
+    /// Resolves at the next change of the settings.
+    pub fn reconfigured(&self) -> Notified<'_> {
+        self.configured.notified()
+    }
+
     /// Tells the breaker what a recovery check found.
     pub fn recovery_check(&self, alive: bool, now: Moment) -> Option<Transition> {
         self.lock().provider.recovery_check(alive, now)
@@ -259,7 +360,7 @@ impl ProviderState {
     }
 }
 
-impl Breakers {
+impl Guards {
     fn elapse(&mut self, model: Option<&Arc<str>>, now: Moment) -> Vec<Change> {
         let mut changes = Vec::new();
         let transition = self.provider.elapse(now);
@@ -318,6 +419,20 @@ impl Breakers {
         verdict: Verdict,
         now: Moment,
     ) -> Option<Transition> {
+        let breaker = self.of_model(model, now)?;
+        let pass = match pass {
+            Some(pass) => pass,
+            // The call began before its model had a breaker: it counts while that is closed.
+            None if breaker.snapshot(now).state == State::Closed => breaker.admit(now).ok()?,
+            None => return None,
+        };
+        let transition = breaker.settle(pass, verdict, now);
+        self.forget_well(Some(model), now);
+        transition
+    }
+
+    /// The model's own breaker, made if there is none; `None` if there are too many.
+    fn of_model(&mut self, model: &Arc<str>, now: Moment) -> Option<&mut Breaker> {
         if !self.models.contains_key(model) {
             if self.models.len() >= MODEL_BREAKERS {
                 self.models
@@ -329,18 +444,17 @@ impl Breakers {
             self.models
                 .insert(model.clone(), Breaker::new(self.settings.clone()));
         }
-        let breaker = self.models.get_mut(model)?;
-        let pass = match pass {
-            Some(pass) => pass,
-            // The call began before its model had a breaker: it counts while that is closed.
-            None if breaker.snapshot(now).state == State::Closed => breaker.admit(now).ok()?,
-            None => return None,
-        };
-        let transition = breaker.settle(pass, verdict, now);
-        let left = breaker.snapshot(now);
-        if left.state == State::Closed && left.failures_in_row + left.failed_last_minute == 0 {
+        self.models.get_mut(model)
+    }
+
+    /// A model that nothing is wrong with needs no breaker.
+    fn forget_well(&mut self, model: Option<&Arc<str>>, now: Moment) {
+        let Some(model) = model else { return };
+        let left = self.models.get(model).map(|breaker| breaker.snapshot(now));
+        if left.is_some_and(|left| {
+            left.state == State::Closed && left.failures_in_row + left.failed_last_minute == 0
+        }) {
             self.models.remove(model);
         }
-        transition
     }
 }

@@ -1,0 +1,125 @@
+//! The runtime file: where the Traygate of a data folder runs, and the token that steers it. For
+//! programs of the same user, the command line for one.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Its name in the data folder.
+pub const RUNTIME_FILE: &str = "runtime.json";
+
+/// How long a running Traygate has to answer the command line.
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
+/// What it says.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Runtime {
+    /// Where the admin API is, on loopback.
+    pub port: u16,
+    /// The process.
+    pub pid: u32,
+    /// Opens the admin API; another one with each start.
+    pub token: String,
+}
+
+/// The file of this run; dropping it takes it away.
+#[derive(Debug)]
+pub struct RuntimeFile {
+    path: PathBuf,
+}
+
+impl RuntimeFile {
+    /// Writes it as a whole, for this user only, in place of one that an earlier run left.
+    ///
+    /// # Errors
+    /// If the folder cannot be written.
+    pub fn write(folder: &Path, runtime: &Runtime) -> io::Result<RuntimeFile> {
+        let path = folder.join(RUNTIME_FILE);
+        let new = folder.join(format!("{RUNTIME_FILE}.new"));
+        let _ = fs::remove_file(&new);
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        options
+            .open(&new)?
+            .write_all(&serde_json::to_vec(runtime)?)?;
+        fs::rename(&new, &path)?;
+        Ok(RuntimeFile { path })
+    }
+}
+
+impl RuntimeFile {
+    /// Leaves it in place: it is about to be written over.
+    pub fn keep(mut self) {
+        // No file has this name.
+        self.path = PathBuf::new();
+    }
+}
+
+impl Drop for RuntimeFile {
+    fn drop(&mut self) {
+        // One that stays is overwritten by the next start, and its token opens nothing.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// The Traygate of a data folder, as far as its file tells: it may have been killed since.
+pub fn find(folder: &Path) -> Option<Runtime> {
+    let text = fs::read(folder.join(RUNTIME_FILE)).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+impl Runtime {
+    /// Asks the running Traygate to read the keyring again. False if none answered.
+    pub async fn reload_keys(&self) -> bool {
+        let client = reqwest::Client::builder()
+            .no_proxy()
+            .tls_certs_only([])
+            .timeout(ANSWER_LIMIT)
+            .build();
+        let Ok(client) = client else { return false };
+        let url = format!("http://127.0.0.1:{}/traygate/api/keys/reload", self.port);
+        let asked = client.post(url).bearer_auth(&self.token).send();
+        matches!(asked.await, Ok(answer) if answer.status().is_success())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_for_this_user_only_and_gone_with_its_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let runtime = Runtime {
+            port: 7337,
+            pid: 42,
+            token: "secret".to_owned(),
+        };
+        assert!(find(folder.path()).is_none());
+        let file = RuntimeFile::write(folder.path(), &runtime).unwrap();
+        let path = folder.path().join(RUNTIME_FILE);
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt as _;
+            let mode = path.metadata().unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        // Another port: written over.
+        let moved = Runtime {
+            port: 7338,
+            ..runtime
+        };
+        file.keep();
+        let again = RuntimeFile::write(folder.path(), &moved).unwrap();
+        assert_eq!(find(folder.path()).unwrap().port, 7338);
+        drop(again);
+        assert!(!path.exists());
+        fs::write(&path, "{").unwrap();
+        assert!(find(folder.path()).is_none());
+    }
+}
