@@ -35,7 +35,7 @@ fn held_port(ip: &str) -> (TcpListener, u16) {
 #[tokio::test]
 async fn every_command_explains_itself() {
     let home = Home::new();
-    let table: [(&[&str], &[&str]); 7] = [
+    let table: [(&[&str], &[&str]); 8] = [
         (
             &[],
             &[
@@ -82,6 +82,14 @@ async fn every_command_explains_itself() {
                 "upstream_error",
                 "TRAYGATE_CALLS_SINCE",
                 "TRAYGATE_CALLS_FORMAT",
+            ],
+        ),
+        (
+            &["repeats"],
+            &[
+                "traygate repeats --from",
+                "hash of the whole conversation so far",
+                "TRAYGATE_REPEATS_SINCE",
             ],
         ),
     ];
@@ -794,7 +802,10 @@ async fn a_key_lives_in_the_keyring_and_is_used_by_a_running_traygate() {
     let origin = up.url();
     assert_eq!(
         set.stdout,
-        format!("Stored the key of openai, for {origin} only.\n")
+        format!(
+            "Stored the key of openai, for {origin} only.\n\
+             The running Traygate goes by it from now on.\n"
+        )
     );
     must("the key to be used", async {
         loop {

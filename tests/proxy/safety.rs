@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use secrecy::SecretString;
 use tempfile::TempDir;
-use traygate::core::Mode;
 use traygate::keys::{ACCESS_TOKEN, Keys};
+use traygate::mode::Mode;
 
 use crate::support::app::App;
 use crate::support::client::{Answer, BodyEnd, Client, Outgoing, get, post};
@@ -382,7 +382,7 @@ async fn our_own_errors_may_be_read_by_the_page_that_called() {
         assert_eq!(answer.status(), status);
         assert_may_read(&answer, origin);
     }
-    app.running().core().set_mode(Mode::Refuse);
+    app.running().core().set_mode(Mode::Refuse, None);
     let answer = app.ask(get("/v1/models").header("origin", origin)).await;
     assert_eq!(answer.status(), 503);
     assert_may_read(&answer, origin);
@@ -392,7 +392,7 @@ async fn our_own_errors_may_be_read_by_the_page_that_called() {
 async fn refusing_all_calls_and_serving_again() {
     let up = Upstream::chatting().await;
     let app = App::before(&up).await;
-    app.running().core().set_mode(Mode::Refuse);
+    app.running().core().set_mode(Mode::Refuse, None);
     for path in [
         "/v1/chat/completions",
         "/v1/messages",
@@ -421,7 +421,7 @@ async fn refusing_all_calls_and_serving_again() {
         assert_eq!(row.outcome.as_deref(), Some("refused"));
         assert_eq!(row.status, Some(503));
     }
-    app.running().core().set_mode(Mode::Normal);
+    app.running().core().set_mode(Mode::Normal, None);
     assert_eq!(app.chat(CHAT).await.status(), 200);
 }
 

@@ -7,7 +7,11 @@ use std::time::{Duration, Instant};
 use memchr::memmem;
 use tokio::net::TcpStream;
 
-use crate::calls::{Pace, Template, Workload, json_answer, stream_answer};
+use crate::calls::{
+    Pace, Template, Workload, closing_events, json_answer, role_event, stamp_of, stamped_event,
+    stream_answer,
+};
+use crate::chunks::monotonic_nanos;
 use crate::wire::{Head, Wire, malformed};
 
 const NUMBER_IN_TEMPLATE: &str = "################";
@@ -130,6 +134,37 @@ impl Caller {
             first_content,
             gaps,
         })
+    }
+
+    /// Reads the stamped stream that `head` opened to its end; how long each content event was on
+    /// its way.
+    ///
+    /// # Errors
+    /// When the connection breaks, or a byte of the answer is not what the provider says to this
+    /// number.
+    pub async fn read_stamped(&mut self, head: &Head, number: &str) -> io::Result<Vec<Duration>> {
+        self.body.clear();
+        let mut left = head.body;
+        let mut searched = 0;
+        let mut expected = role_event(number);
+        let mut transits = Vec::with_capacity(self.pace.events as usize);
+        while let Some(range) = self.wire.piece(&mut left).await? {
+            let now = monotonic_nanos();
+            self.body.extend_from_slice(self.wire.bytes(range));
+            while let Some(end) = memmem::find(&self.body[searched..], b"\n\n") {
+                let event = &self.body[searched..searched + end];
+                searched += end + 2;
+                if let Some(sent) = stamp_of(event) {
+                    transits.push(Duration::from_nanos(now.saturating_sub(sent)));
+                    expected += &stamped_event(number, sent);
+                }
+            }
+        }
+        expected += &closing_events(number, false);
+        if transits.len() != self.pace.events as usize || self.body != expected.as_bytes() {
+            return Err(malformed("a stream that is not what the provider sent"));
+        }
+        Ok(transits)
     }
 
     fn check_json(&self, number: &str) -> io::Result<()> {

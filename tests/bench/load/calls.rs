@@ -11,6 +11,7 @@ use memchr::memmem;
 
 const MARK: &[u8] = b"bench/";
 const NUMBER_DIGITS: usize = 16;
+const STAMP: &str = "sent at ";
 
 /// What kind of call a block is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -21,6 +22,9 @@ pub enum Workload {
     Tool,
     /// A stream of 20 content events, 10 ms apart.
     Stream,
+    /// A stream whose every content event tells when it was sent.
+    #[value(skip)]
+    Stamped,
 }
 
 impl Workload {
@@ -30,12 +34,13 @@ impl Workload {
             Self::Chat => "chat",
             Self::Tool => "tool",
             Self::Stream => "stream",
+            Self::Stamped => "stamped",
         }
     }
 
     /// Whether the answer is an event stream.
     pub fn streams(self) -> bool {
-        self == Self::Stream
+        matches!(self, Self::Stream | Self::Stamped)
     }
 }
 
@@ -134,7 +139,9 @@ fn request_body(workload: Workload, pace: Pace) -> String {
     );
     let rest = match workload {
         Workload::Chat => r#","temperature":0.2,"max_tokens":256}"#,
-        Workload::Stream => r#","temperature":0.2,"max_tokens":256,"stream":true}"#,
+        Workload::Stream | Workload::Stamped => {
+            r#","temperature":0.2,"max_tokens":256,"stream":true}"#
+        }
         Workload::Tool => concat!(
             r#","temperature":0.2,"max_tokens":256,"tool_choice":"auto","tools":[{"type":"function","function":"#,
             r#"{"name":"search_notes","description":"Searches the release notes of a product and returns the "#,
@@ -172,6 +179,7 @@ impl Asked {
             "chat" => Workload::Chat,
             "tool" => Workload::Tool,
             "stream" => Workload::Stream,
+            "stamped" => Workload::Stamped,
             _ => return None,
         };
         let pace = Pace {
@@ -212,6 +220,19 @@ pub fn content_event(number: &str, index: u32) -> String {
         &format!(r#"{{"content":"word{index:02} "}}"#),
         "null",
     )
+}
+
+/// A content event that tells when it was sent, in nanoseconds of the monotonic clock.
+pub fn stamped_event(number: &str, nanos: u64) -> String {
+    let delta = format!(r#"{{"content":"{STAMP}{nanos:020} "}}"#);
+    event(number, &delta, "null")
+}
+
+/// When the event was sent, if it tells.
+pub fn stamp_of(event: &[u8]) -> Option<u64> {
+    let at = memmem::find(event, STAMP.as_bytes())? + STAMP.len();
+    let digits = event.get(at..at + 20)?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
 /// All that follows the last content event.

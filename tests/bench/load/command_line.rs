@@ -14,7 +14,7 @@ use tokio::task::LocalSet;
 
 use crate::calls::{Numbers, Workload};
 use crate::processes::{Process, Setup, Target, start_provider};
-use crate::{memory, million, overhead, provider};
+use crate::{chunks, memory, million, overhead, provider};
 
 /// What every part of the bench needs at hand.
 pub struct Bench {
@@ -60,6 +60,17 @@ enum Command {
         /// Streams open at once.
         #[arg(long, default_value_t = 1000)]
         streams: usize,
+    },
+    /// How long the events of streams are on their way, direct and through Traygate.
+    Chunks {
+        #[command(flatten)]
+        places: Places,
+        /// Streams at once.
+        #[arg(long, value_delimiter = ',', default_value = "1,50")]
+        streams: Vec<u32>,
+        /// Repeats of each block.
+        #[arg(long, default_value_t = 3)]
+        repeats: usize,
     },
     /// CPU a call and p50 from the first call to the millionth of one process.
     Million {
@@ -195,6 +206,13 @@ fn obey(command: Command) -> anyhow::Result<()> {
                 memory::run(&bench, streams).await
             })
         }
+        Command::Chunks {
+            places,
+            streams,
+            repeats,
+        } => measure(places, 512, async move |bench| {
+            chunks::run(&bench, &streams, repeats).await
+        }),
         Command::Million {
             places,
             calls,

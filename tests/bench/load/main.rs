@@ -16,6 +16,8 @@ mod calls;
 #[cfg(target_os = "linux")]
 mod chart;
 #[cfg(target_os = "linux")]
+mod chunks;
+#[cfg(target_os = "linux")]
 mod closed_loop;
 #[cfg(target_os = "linux")]
 mod command_line;

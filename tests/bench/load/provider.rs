@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::alarm::Alarm;
-use crate::calls::{Asked, closing_events, content_event, json_answer, role_event};
+use crate::calls::{
+    Asked, Workload, closing_events, content_event, json_answer, role_event, stamped_event,
+};
+use crate::chunks::monotonic_nanos;
 use crate::wire::Wire;
 
 /// Serves until the process ends.
@@ -72,8 +75,11 @@ async fn stream_answer(wire: &mut Wire, asked: &Asked) -> io::Result<()> {
     wire.send(opening.as_bytes()).await?;
     for index in 0..asked.pace.events {
         alarm.until(start + gap * index).await?;
-        wire.send(chunk(&content_event(number, index)).as_bytes())
-            .await?;
+        let event = match asked.workload {
+            Workload::Stamped => stamped_event(number, monotonic_nanos()),
+            _ => content_event(number, index),
+        };
+        wire.send(chunk(&event).as_bytes()).await?;
     }
     let closing = chunk(&closing_events(number, asked.usage)) + "0\r\n\r\n";
     wire.send(closing.as_bytes()).await

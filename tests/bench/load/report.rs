@@ -202,7 +202,9 @@ fn closed_table(text: &mut String, workload: Workload, rows: &[&Row], all: &[Row
     let (title, last) = match workload {
         Workload::Chat => ("chat", "p50 of each repeat"),
         Workload::Tool => ("chat with a tool", "p50 of each repeat"),
-        Workload::Stream => ("stream, time to the first content event", "gap p99"),
+        Workload::Stream | Workload::Stamped => {
+            ("stream, time to the first content event", "gap p99")
+        }
     };
     let _ = write!(
         text,

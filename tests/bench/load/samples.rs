@@ -23,6 +23,18 @@ impl Samples {
         self.nanos.extend_from_slice(&other.nanos);
     }
 
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.nanos.len()
+    }
+
+    /// The share of them that is at most `limit`; `None` when empty.
+    pub fn share_within(&self, limit: Duration) -> Option<f64> {
+        let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let within = self.nanos.iter().filter(|nanos| **nanos <= limit).count();
+        (!self.nanos.is_empty()).then(|| within as f64 / self.nanos.len() as f64)
+    }
+
     /// The `percent`th percentile in milliseconds, nearest rank; `None` when empty.
     pub fn percentile_ms(&mut self, percent: f64) -> Option<f64> {
         if !self.sorted {

@@ -18,7 +18,8 @@ use traygate::clock::Clock;
 use traygate::keys::Keys;
 use traygate::run::{Options, Running, start};
 use traygate::settings::{Overrides, Settings};
-use traygate::store::queries::{CallFilter, CallRow, Reader};
+use traygate::store::pages::CallsQuery;
+use traygate::store::queries::{CallRow, Reader};
 
 use super::LIMIT;
 use super::client::{Answer, Client, Outgoing, post, post_json};
@@ -62,8 +63,17 @@ impl App {
         App::start_with(folder, settings, Keys::empty()).await
     }
 
+    /// The same, by this clock.
+    pub async fn start_by(folder: TempDir, settings: &str, clock: Clock) -> App {
+        App::start_whole(folder, settings, Keys::empty(), clock).await
+    }
+
     /// The same, with these keys as the keyring's.
     pub async fn start_with(folder: TempDir, settings: &str, keys: Keys) -> App {
+        App::start_whole(folder, settings, keys, Clock::Boot).await
+    }
+
+    async fn start_whole(folder: TempDir, settings: &str, keys: Keys, clock: Clock) -> App {
         let overrides = Overrides {
             port: Some(0),
             ..Overrides::default()
@@ -74,8 +84,9 @@ impl App {
         };
         let running = start(Options {
             settings,
+            config: None,
             data_dir: folder.path().to_owned(),
-            clock: Clock::Boot,
+            clock,
             keys: Some(keys),
         })
         .await
@@ -166,7 +177,11 @@ pub fn rows_in(data_dir: &Path) -> Vec<CallRow> {
     let Ok(reader) = Reader::open(data_dir) else {
         return Vec::new();
     };
+    let all = CallsQuery {
+        limit: 10_000,
+        ..CallsQuery::default()
+    };
     reader
-        .calls(&CallFilter::default(), 10_000, None)
-        .unwrap_or_default()
+        .calls(&all)
+        .map_or_else(|_| Vec::new(), |page| page.calls)
 }

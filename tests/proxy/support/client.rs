@@ -416,6 +416,12 @@ impl Client {
         }
     }
 
+    /// Reads what is left of a body and says how it ended.
+    pub async fn read_to_end_of_body(&mut self) -> BodyEnd {
+        while self.piece().await.is_some() {}
+        self.end().expect("a body at its end")
+    }
+
     /// Sends a request and reads its answer; the connection can be used again.
     pub async fn ask(&mut self, request: impl Into<Vec<u8>>) -> Answer {
         self.send(request).await;

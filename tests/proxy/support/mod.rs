@@ -7,6 +7,7 @@ pub mod app;
 pub mod client;
 #[cfg(unix)]
 pub mod process;
+pub mod tls;
 pub mod upstream;
 mod wire;
 
@@ -48,4 +49,14 @@ impl Span for u64 {
     fn secs(self) -> Duration {
         Duration::from_secs(self)
     }
+}
+
+/// Looks again and again until it is so: for what no event tells of.
+pub async fn eventually(what: &str, is_so: impl AsyncFn() -> bool) {
+    must(what, async {
+        while !is_so().await {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    })
+    .await;
 }
