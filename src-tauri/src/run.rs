@@ -1,14 +1,14 @@
 //! Starts the core and its listeners, and stops them again.
 
 use std::future::{Future, pending};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tracing::warn;
-use url::Url;
+use url::{Host, Url};
 
 use crate::clock::Clock;
 use crate::core::{Core, Phase, watch_log};
@@ -109,12 +109,22 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
 
 /// A call to oneself goes round until every descriptor is used up.
 pub(crate) fn refuse_loops(settings: &Settings, port: u16) -> Result<(), StartError> {
+    let listened_on = |ip: IpAddr| {
+        let all = match ip {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        };
+        let hosts = &settings.server.host;
+        // Only an address of this machine can be bound.
+        hosts.contains(&ip) || (hosts.contains(&all) && UdpSocket::bind((ip, 0)).is_ok())
+    };
     let is_own = |url: &Url| {
-        let host_is_own = is_loopback(url)
-            || url
-                .host_str()
-                .and_then(|host| host.parse().ok())
-                .is_some_and(|ip: IpAddr| settings.server.host.contains(&ip));
+        let ip = match url.host() {
+            Some(Host::Ipv4(ip)) => Some(IpAddr::V4(ip)),
+            Some(Host::Ipv6(ip)) => Some(IpAddr::V6(ip)),
+            Some(Host::Domain(_)) | None => None,
+        };
+        let host_is_own = is_loopback(url) || ip.is_some_and(listened_on);
         host_is_own && url.port_or_known_default() == Some(port)
     };
     match settings
@@ -139,10 +149,10 @@ pub(crate) fn settings_warnings(settings: &Settings) -> Vec<String> {
         .collect();
     for provider in &settings.providers {
         if let KeySource::Env(name) = &provider.key
-            && std::env::var_os(name).is_none()
+            && std::env::var_os(name).is_none_or(|key| key.is_empty())
         {
             warnings.push(format!(
-                "provider {:?} takes its key from the environment variable {name}, which is not set",
+                "provider {:?} takes its key from the environment variable {name}, which is not set or empty",
                 provider.name
             ));
         }

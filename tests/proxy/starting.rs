@@ -1,7 +1,7 @@
 //! What a start refuses, and what it says though it works.
 #![cfg(unix)]
 
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener, UdpSocket};
 
 use traygate::settings::{Overrides, Settings};
 
@@ -59,6 +59,28 @@ async fn a_provider_at_traygates_own_address_is_refused_in_words() {
             }
         }
     }
+}
+
+/// An address of this machine that is not loopback, if it has one. Nothing is sent.
+fn outer_address() -> Option<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    let ip = socket.local_addr().ok()?.ip();
+    (!ip.is_loopback() && !ip.is_unspecified()).then_some(ip)
+}
+
+#[tokio::test]
+async fn a_loop_over_the_machines_outer_address_is_refused_where_it_is_listened_on() {
+    let Some(ip) = outer_address() else {
+        return println!("SKIPPED: this machine has no address beside loopback");
+    };
+    let provider = format!(
+        "[[provider]]\nname = \"mine\"\nkind = \"openai\"\nbase_url = \"http://{ip}:PORT\"\n"
+    );
+    let everywhere = format!("[server]\nhost = [\"0.0.0.0\"]\n{provider}");
+    let (_, ended) = refused_start(&everywhere).await;
+    assert_eq!(ended.code, Some(2), "{}", ended.said());
+    assert!(ended.stderr.contains("own address"), "{}", ended.stderr);
 }
 
 #[tokio::test]
