@@ -724,6 +724,11 @@ export interface components {
         readonly LogView: {
             /**
              * Format: int64
+             * @description Bytes of the database and its write-ahead log.
+             */
+            readonly bytes: number;
+            /**
+             * Format: int64
              * @description Calls of this run that will never be on record.
              */
             readonly dropped_rows: number;

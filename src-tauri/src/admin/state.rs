@@ -154,6 +154,8 @@ struct LogView {
     dropped_rows: u64,
     /// Why rows wait, in words; none once a commit has worked again.
     last_error: Option<String>,
+    /// Bytes of the database and its write-ahead log.
+    bytes: u64,
 }
 
 /// A call under way.
@@ -320,6 +322,7 @@ impl StateView {
                 pending_rows: health.pending_rows,
                 dropped_rows: health.dropped_rows,
                 last_error: health.last_error,
+                bytes: health.bytes,
             },
             running: running
                 .iter()
@@ -338,6 +341,12 @@ fn warnings(core: &Core) -> Vec<Warning> {
             health.dropped_rows
         )
     });
+    let bodies_lost = (health.dropped_bodies > 0).then(|| {
+        format!(
+            "the bodies of {} calls of this run were not kept: they came faster than they could be written",
+            health.dropped_bodies
+        )
+    });
     let not_recording = (!health.recording && health.last_error.is_none())
         .then(|| "calls are not on record: no database is open".to_owned());
     let told = |about, message: Option<String>| message.map(|message| Warning { about, message });
@@ -345,6 +354,8 @@ fn warnings(core: &Core) -> Vec<Warning> {
         told(About::Port, core.listener.trouble()),
         told(About::Log, health.last_error.or(not_recording)),
         told(About::Log, lost),
+        told(About::Log, health.warning),
+        told(About::Log, bodies_lost),
         told(About::Settings, core.settings_refusal()),
         told(About::Keyring, core.keys.problem()),
         told(About::Note, health.notice),
