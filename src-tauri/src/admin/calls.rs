@@ -63,6 +63,16 @@ pub fn time(name: &str, text: &str) -> Result<WallTime, ApiError> {
     Ok(WallTime(time.as_microsecond()))
 }
 
+/// The times of `since` and `until`, where they were given.
+pub fn times(
+    since: Option<&str>,
+    until: Option<&str>,
+) -> Result<(Option<WallTime>, Option<WallTime>), ApiError> {
+    let since = since.map(|text| time("since", text)).transpose()?;
+    let until = until.map(|text| time("until", text)).transpose()?;
+    Ok((since, until))
+}
+
 fn word<T: FromStr<Err: std::fmt::Display>>(
     name: &str,
     text: Option<&str>,
@@ -73,8 +83,7 @@ fn word<T: FromStr<Err: std::fmt::Display>>(
 
 impl CallsParams {
     fn query(self) -> Result<CallsQuery, ApiError> {
-        let since = self.since.as_deref().map(|text| time("since", text));
-        let until = self.until.as_deref().map(|text| time("until", text));
+        let (since, until) = times(self.since.as_deref(), self.until.as_deref())?;
         let limit = self.limit.unwrap_or(USUAL_PAGE);
         if !(1..=LARGEST_PAGE).contains(&limit) {
             return Err(ApiError::bad_request(format!(
@@ -83,8 +92,8 @@ impl CallsParams {
         }
         Ok(CallsQuery {
             filter: CallFilter {
-                since: since.transpose()?,
-                until: until.transpose()?,
+                since,
+                until,
                 provider: self.provider,
                 model: self.model,
                 tool: self.tool,

@@ -7,7 +7,7 @@ use axum::extract::State;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::calls::time;
+use super::calls::times;
 use super::error::{ApiError, ErrorBody};
 use super::request::{Params, read};
 use crate::core::Core;
@@ -44,12 +44,11 @@ impl RepeatsParams {
                 "most is at most {MOST_NAMED}"
             )));
         }
-        let since = self.since.as_deref().map(|text| time("since", text));
-        let until = self.until.as_deref().map(|text| time("until", text));
+        let (since, until) = times(self.since.as_deref(), self.until.as_deref())?;
         Ok(RepeatsQuery {
             filter: CallFilter {
-                since: since.transpose()?,
-                until: until.transpose()?,
+                since,
+                until,
                 provider: self.provider,
                 model: self.model,
                 tool: self.tool,
