@@ -148,7 +148,11 @@ impl Core {
             clock,
             store,
             keys,
-            dedup: Arc::new(Dedup::new(settings.dedup.max_bytes, settings.dedup.window)),
+            dedup: Arc::new(Dedup::new(
+                settings.dedup.max_bytes,
+                settings.dedup.window,
+                clock,
+            )),
             bodies: Arc::new(Semaphore::new(BODIES_HELD)),
             open_calls: Arc::default(),
             live: LiveCalls::default(),

@@ -1004,6 +1004,8 @@ export interface components {
              * @description Bytes of the answer so far.
              */
             readonly bytes: number;
+            /** @description Its client has gone; the upstream call goes on for others. */
+            readonly caller_left: boolean;
             /** @description Pieces in which they came: for a stream, its events, about. */
             readonly chunks: number;
             /** @description `miss`, `joined`, `cached` or `off`. */
@@ -1035,6 +1037,8 @@ export interface components {
         };
         /** @description Calls over time. */
         readonly Series: {
+            /** @description Whether it was asked for more: it begins later than `since`. */
+            readonly cut: boolean;
             /** @description Oldest first, with a point also where there were no calls; at most the latest 2,000. */
             readonly points: readonly components["schemas"]["SeriesPoint"][];
             readonly step: components["schemas"]["Step"];

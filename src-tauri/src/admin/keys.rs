@@ -72,6 +72,22 @@ pub async fn put_key(
     JsonBody(NewKey { key }): JsonBody<NewKey>,
 ) -> Result<Json<KeyStored>, ApiError> {
     takes_stored_key(&provider)?;
+    let is_placeholder = {
+        use secrecy::ExposeSecret as _;
+        let world = core.world();
+        let placeholders = &world.settings.server.placeholder_keys;
+        let key = key.expose_secret().trim();
+        placeholders
+            .iter()
+            .any(|word| word.eq_ignore_ascii_case(key))
+    };
+    if is_placeholder {
+        return Err(ApiError::new(
+            StatusCode::BAD_REQUEST,
+            "bad_key",
+            "this is a placeholder (server.placeholder_keys) and no key; to take the stored key away, delete it",
+        ));
+    }
     blocking(move || {
         use secrecy::ExposeSecret as _;
         let key = keys::validate(key.expose_secret())?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::body::Bytes;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::StatusCode;
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 
@@ -38,7 +39,14 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let body = Bytes::from_request(request, state)
             .await
-            .map_err(|refused| ApiError::bad_request(refused.body_text()))?;
+            .map_err(|refused| match refused.status() {
+                StatusCode::PAYLOAD_TOO_LARGE => ApiError::new(
+                    StatusCode::PAYLOAD_TOO_LARGE,
+                    "too_large",
+                    "the body is larger than the 2 MB that the admin API takes",
+                ),
+                _ => ApiError::bad_request(refused.body_text()),
+            })?;
         // The error may quote the body: a key must not be repeated.
         serde_json::from_slice(&body).map(JsonBody).map_err(|error| {
             let (line, column) = (error.line(), error.column());

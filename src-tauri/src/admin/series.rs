@@ -44,6 +44,8 @@ pub struct Series {
     zone: Option<String>,
     /// Oldest first, with a point also where there were no calls; at most the latest 2,000.
     points: Vec<SeriesPoint>,
+    /// Whether it was asked for more: it begins later than `since`.
+    cut: bool,
 }
 
 /// The time zone named, or this machine's.
@@ -101,6 +103,13 @@ pub async fn get_series(
 ) -> Result<Json<Series>, ApiError> {
     let query = params.query(core.clock.wall())?;
     let (step, zone) = (query.step, query.zone.iana_name().map(str::to_owned));
+    let from = query.from;
     let points = read(&core, move |reader| reader.series(&query)).await?;
-    Ok(Json(Series { step, zone, points }))
+    let cut = points.first().is_some_and(|first| first.start > from);
+    Ok(Json(Series {
+        step,
+        zone,
+        points,
+        cut,
+    }))
 }

@@ -173,6 +173,8 @@ pub struct RunningCall {
     /// `miss`, `joined`, `cached` or `off`.
     dedup: &'static str,
     phase: Phase,
+    /// Its client has gone; the upstream call goes on for others.
+    caller_left: bool,
     /// From its coming until now, in milliseconds.
     running_ms: f64,
     /// From its coming until it went upstream, or until now while it waits.
@@ -221,6 +223,7 @@ impl RunningCall {
             streaming: start.streaming,
             dedup: start.dedup.as_str(),
             phase,
+            caller_left: call.is_left(),
             running_ms: after(now),
             queued_ms: after(progress.sent_at.unwrap_or(now)),
             first_token_ms: progress.content_at.map(after),
@@ -231,7 +234,8 @@ impl RunningCall {
 
     /// What changes while a call goes on, time aside.
     pub fn is_as_far_as(&self, other: &RunningCall) -> bool {
-        (self.phase, self.chunks) == (other.phase, other.chunks)
+        let progress = |call: &RunningCall| (call.phase, call.chunks, call.caller_left);
+        progress(self) == progress(other)
     }
 }
 
@@ -349,6 +353,10 @@ fn warnings(core: &Core) -> Vec<Warning> {
     });
     let not_recording = (!health.recording && health.last_error.is_none())
         .then(|| "calls are not on record: no database is open".to_owned());
+    let is_open = !core.world().settings.server.host.is_empty();
+    let without_token = (is_open && core.keys.access_token().is_none()).then(|| {
+        "server.host is set and there is no access token: calls from there are refused until `traygate key set access-token` has been run".to_owned()
+    });
     let told = |about, message: Option<String>| message.map(|message| Warning { about, message });
     let pressing = [
         told(About::Port, core.listener.trouble()),
@@ -358,6 +366,7 @@ fn warnings(core: &Core) -> Vec<Warning> {
         told(About::Log, bodies_lost),
         told(About::Settings, core.settings_refusal()),
         told(About::Keyring, core.keys.problem()),
+        told(About::Keyring, without_token),
         told(About::Note, health.notice),
     ];
     let notes = core.settings_warnings();

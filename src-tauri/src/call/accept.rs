@@ -13,6 +13,7 @@ use http::{HeaderMap, Method, Response, StatusCode};
 use sha2::{Digest as _, Sha256};
 use url::{Host, Url};
 
+use super::credential;
 use super::error::CallError;
 use crate::core::{Core, World};
 use crate::keys::ACCESS_TOKEN;
@@ -77,6 +78,25 @@ pub fn check_caller(
 }
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+
+/// Refuses a call that shows the admin token of this run: its address is mistyped, and a provider
+/// must not learn the token.
+///
+/// # Errors
+/// [`CallError::BadRequest`].
+pub fn check_no_admin_token(core: &Core, request: &Parts) -> Result<(), CallError> {
+    let query = request.uri.query().unwrap_or_default();
+    let in_query = query.split('&').filter_map(|pair| pair.split_once('='));
+    let mut shown =
+        credential::credentials(&request.headers).chain(in_query.map(|(_, value)| value));
+    if shown.any(|shown| core.token.is(shown)) {
+        return Err(CallError::BadRequest(
+            "this call shows Traygate's own admin token, which goes to no provider: the admin API is under /traygate/api/, so correct the address"
+                .to_owned(),
+        ));
+    }
+    Ok(())
+}
 
 /// Refuses every call while the mode says so.
 ///

@@ -16,7 +16,7 @@ use http::{HeaderMap, StatusCode};
 use tokio::time::Sleep;
 
 use super::error::CallError;
-use crate::clock::Moment;
+use crate::clock::{Clock, Moment};
 use crate::store::{CallId, Outcome};
 
 /// The upstream is read at most this many bytes ahead of the fastest reader.
@@ -98,6 +98,7 @@ struct Shared {
     /// Somebody received all of it. Shared with the kept answer, which a retry may have only
     /// while this is false.
     received: Arc<AtomicBool>,
+    clock: Clock,
 }
 
 struct State {
@@ -131,6 +132,8 @@ struct State {
     leader_fell_behind: bool,
     /// A person stopped the leader's client.
     leader_stopped: bool,
+    /// When the leader's client left, was cut or stopped.
+    leader_left_at: Option<Moment>,
     /// The writer waits for the fastest reader.
     full: bool,
     writer: Option<Waker>,
@@ -159,9 +162,10 @@ impl ReaderState {
 
 impl Answer {
     /// A new call: its writer and the reader of its leader, `call`. `joinable`: others may follow.
-    pub fn begin(joinable: bool, call: CallId) -> (Writer, Reader) {
+    pub fn begin(joinable: bool, call: CallId, clock: Clock) -> (Writer, Reader) {
         let answer = Answer(Arc::new(Shared {
             received: Arc::default(),
+            clock,
             state: Mutex::new(State {
                 stage: Stage::Waiting,
                 head: None,
@@ -182,6 +186,7 @@ impl Answer {
                 leader_left: None,
                 leader_fell_behind: false,
                 leader_stopped: false,
+                leader_left_at: None,
                 full: false,
                 writer: None,
             }),
@@ -236,11 +241,21 @@ impl Answer {
         state.live -= 1;
         // No retry is to find it again.
         state.lingers = false;
-        state.leader_stopped |= reader.is_leader && state.end.is_none() && state.failed.is_none();
+        if reader.is_leader && state.end.is_none() && state.failed.is_none() {
+            state.leader_stopped = true;
+            state.leader_left_at = Some(self.0.clock.now());
+        }
         reader.waker.into_iter().for_each(Waker::wake);
         state.drop_read();
         state.writer.take().into_iter().for_each(Waker::wake);
         true
+    }
+
+    /// Whether the client of `call` still listens.
+    pub fn is_heard_by(&self, call: CallId) -> bool {
+        let state = self.lock();
+        let mut readers = state.readers.iter().flatten();
+        readers.any(|reader| reader.call == call)
     }
 
     /// How far it has come.
@@ -380,6 +395,11 @@ impl Writer {
                 error: None,
             })
         }
+    }
+
+    /// When the leader's client left, if it did before the end.
+    pub fn leader_left_at(&self) -> Option<Moment> {
+        self.0.lock().leader_left_at
     }
 
     /// Head and body in one piece, if they are all there and not larger than `limit` bytes.
@@ -754,6 +774,7 @@ impl Drop for Reader {
             self.answer.0.received.store(true, Ordering::Release);
         } else if reader.is_leader && state.end.is_none() && state.failed.is_none() {
             state.leader_left = Some(reader.next);
+            state.leader_left_at = Some(self.answer.0.clock.now());
         }
         state.drop_read();
         // It may wait for the fastest reader, or for the last one to leave.
@@ -794,7 +815,7 @@ mod tests {
 
     /// An answer whose request has gone upstream.
     fn sent() -> (Writer, Reader) {
-        let (writer, reader) = Answer::begin(true, id());
+        let (writer, reader) = Answer::begin(true, id(), Clock::Tokio);
         assert!(writer.sending(Clock::Tokio.now()));
         (writer, reader)
     }
@@ -830,7 +851,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn lingers_only_between_sending_and_content() {
         // In the queue.
-        let (writer, reader) = Answer::begin(true, id());
+        let (writer, reader) = Answer::begin(true, id(), Clock::Tokio);
         drop(reader);
         assert_eq!(lasts(&writer).await, Duration::ZERO);
         assert!(
@@ -999,7 +1020,7 @@ mod tests {
 
     #[test]
     fn a_call_that_is_nobody_elses_keeps_nothing() {
-        let (writer, reader) = Answer::begin(false, id());
+        let (writer, reader) = Answer::begin(false, id(), Clock::Tokio);
         assert!(writer.answer().join(id()).is_none());
         assert!(writer.sending(Clock::Tokio.now()));
         writer.append(Bytes::from(vec![0; MB]));

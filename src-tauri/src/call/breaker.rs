@@ -224,12 +224,24 @@ pub fn opened_by(reason: OpenReason) -> String {
     }
 }
 
+/// The provider, or its one model that is meant.
+fn subject(provider: &Provider, refused: &Refused) -> String {
+    match &refused.model {
+        Some(model) => format!("{}'s model {model}", provider.name()),
+        None => provider.name().to_string(),
+    }
+}
+
 fn breaker_open(provider: &Provider, refused: &Refused) -> CallError {
     let refusal = &refused.refusal;
     let seconds = refusal.retry_after_secs();
-    let next = if refusal.held {
-        "It is held open by hand; release it to go on".to_owned()
-    } else if refusal.half_open {
+    if refusal.held {
+        return CallError::BreakerHeld {
+            subject: subject(provider, refused),
+            retry_after: refusal.retry_after,
+        };
+    }
+    let next = if refusal.half_open {
         "One call is trying it out right now".to_owned()
     } else if refused.model.is_some() || provider.settings.breaker.recovery_check.is_zero() {
         format!("The next try is in {seconds} s (breaker.open_secs)")
@@ -239,10 +251,7 @@ fn breaker_open(provider: &Provider, refused: &Refused) -> CallError {
         )
     };
     CallError::BreakerOpen {
-        subject: match &refused.model {
-            Some(model) => format!("{}'s model {model}", provider.name()),
-            None => provider.name().to_string(),
-        },
+        subject: subject(provider, refused),
         last_error: refused
             .last_error
             .as_deref()

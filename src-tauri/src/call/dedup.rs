@@ -15,7 +15,7 @@ use moka::sync::Cache;
 
 use super::answer::{Answer, Reader, Writer};
 use super::headers::is_of_one_exchange;
-use crate::clock::Moment;
+use crate::clock::{Clock, Moment};
 use crate::policy::fingerprint::RequestKey;
 use crate::settings::DedupMode;
 use crate::store::CallId;
@@ -106,6 +106,7 @@ impl KeptAnswer {
 
 /// The calls in flight and the answers kept.
 pub struct Dedup {
+    clock: Clock,
     // std Mutex: held for a look-up, never across an await. It is only the index; whether a call
     // can be joined is decided under that call's own lock.
     flights: Mutex<HashMap<RequestKey, Answer, BuildHasherDefault<KeyHasher>>>,
@@ -146,8 +147,9 @@ struct Counts {
 
 impl Dedup {
     /// `max_bytes`: of all kept answers together; `window`: how long one serves at most.
-    pub fn new(max_bytes: u64, window: Duration) -> Dedup {
+    pub fn new(max_bytes: u64, window: Duration, clock: Clock) -> Dedup {
         Dedup {
+            clock,
             flights: Mutex::default(),
             kept: RwLock::new(kept_answers(max_bytes, window)),
             cleared: Mutex::default(),
@@ -172,7 +174,7 @@ impl Dedup {
             self.counts.cached.fetch_add(1, Ordering::Relaxed);
             return Role::Kept(kept);
         }
-        let (writer, reader) = Answer::begin(true, call);
+        let (writer, reader) = Answer::begin(true, call, self.clock);
         let flight = Flight {
             dedup: self.clone(),
             key: sharing.key,
@@ -355,7 +357,11 @@ mod tests {
     }
 
     fn dedup(max_bytes: u64) -> Arc<Dedup> {
-        Arc::new(Dedup::new(max_bytes, Duration::from_secs(300)))
+        Arc::new(Dedup::new(
+            max_bytes,
+            Duration::from_secs(300),
+            Clock::Tokio,
+        ))
     }
 
     /// Leads a call and keeps its answer; the answer has been received if `received`.

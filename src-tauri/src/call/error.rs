@@ -50,7 +50,9 @@ pub enum CallError {
     },
     #[error("this call was stopped by hand, in Traygate")]
     Stopped,
-    #[error("Traygate is set to refuse all calls (mode \"refuse\"); set it back to normal")]
+    #[error(
+        "all calls are refused for now (mode \"refuse\"); to go on, set the mode back to \"normal\" where it was set (POST /traygate/api/mode)"
+    )]
     ModeRefuse,
     #[error(
         "there is no provider {word:?} here; there are {known}. Add it as a [[provider]] in config.toml, or correct the address"
@@ -84,6 +86,13 @@ pub enum CallError {
         subject: String,
         last_error: String,
         next: String,
+        retry_after: Duration,
+    },
+    #[error(
+        "calls to {subject} are refused: its breaker is held open by hand, in Traygate. Release it there to go on"
+    )]
+    BreakerHeld {
+        subject: String,
         retry_after: Duration,
     },
     #[error(
@@ -128,7 +137,7 @@ impl CallError {
             CallError::UpgradeRequired => "upgrade_required",
             CallError::QueueFull { .. } => "queue_full",
             CallError::QueueTimeout { .. } => "queue_timeout",
-            CallError::BreakerOpen { .. } => "breaker_open",
+            CallError::BreakerOpen { .. } | CallError::BreakerHeld { .. } => "breaker_open",
             CallError::UpstreamUnreachable { .. } | CallError::UpstreamGarbled { .. } => {
                 "upstream_unreachable"
             }
@@ -151,7 +160,8 @@ impl CallError {
             CallError::ModeRefuse
             | CallError::QueueFull { .. }
             | CallError::QueueTimeout { .. }
-            | CallError::BreakerOpen { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            | CallError::BreakerOpen { .. }
+            | CallError::BreakerHeld { .. } => StatusCode::SERVICE_UNAVAILABLE,
             CallError::UpstreamUnreachable { .. }
             | CallError::UpstreamGarbled { .. }
             | CallError::UpstreamBroke { .. } => StatusCode::BAD_GATEWAY,
@@ -179,7 +189,8 @@ impl CallError {
         match self {
             CallError::QueueFull { retry_after, .. }
             | CallError::QueueTimeout { retry_after, .. }
-            | CallError::BreakerOpen { retry_after, .. } => Some(*retry_after),
+            | CallError::BreakerOpen { retry_after, .. }
+            | CallError::BreakerHeld { retry_after, .. } => Some(*retry_after),
             _ => None,
         }
     }
@@ -188,7 +199,10 @@ impl CallError {
     fn forbids_retry(&self) -> bool {
         matches!(
             self,
-            CallError::BreakerOpen { .. } | CallError::ModeRefuse | CallError::Stopped
+            CallError::BreakerOpen { .. }
+                | CallError::BreakerHeld { .. }
+                | CallError::ModeRefuse
+                | CallError::Stopped
         )
     }
 

@@ -16,6 +16,7 @@ use super::error::CallError;
 use super::headers::keep_end_to_end;
 use super::read_body::{RequestBody, read_body};
 use super::record::Row;
+use super::redact::name_without_keys;
 use super::tool::tool_in_path;
 use crate::core::{Core, World};
 use crate::policy::fingerprint::{KeyHasher, RequestFacts, RequestKey, header_is_in_key};
@@ -144,7 +145,11 @@ impl Place {
             }
             start.route = match self.route.name() {
                 Some(name) => Cow::Borrowed(name),
-                None => Cow::Owned(format!("{} {}", parts.method, self.path)),
+                None => {
+                    let clean = name_without_keys(&self.path, &parts.headers);
+                    let path = clean.as_deref().unwrap_or(&self.path);
+                    Cow::Owned(format!("{} {path}", parts.method))
+                }
             };
         });
     }
@@ -245,6 +250,11 @@ async fn prepare(
         .and_then(|model| place.world.routed_provider(model))
         .unwrap_or(&place.provider)
         .clone();
+    // Rules have seen it as it is; on record, and wherever it is shown, no key stands in it.
+    let model = model.map(|model| match name_without_keys(&model, &parts.headers) {
+        Some(clean) => clean.into(),
+        None => model,
+    });
     let streaming = read
         .facts
         .stream

@@ -50,6 +50,12 @@ impl LiveCall {
         }
     }
 
+    /// Its client has gone, and the upstream call goes on for others.
+    pub fn is_left(&self) -> bool {
+        let answer = self.answer.as_ref();
+        answer.is_some_and(|answer| !answer.is_heard_by(self.start.id))
+    }
+
     /// Ends this client's answer; the upstream call ends only if nobody else listens. False if
     /// its client is gone already.
     pub fn stop(&self) -> bool {

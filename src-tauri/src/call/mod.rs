@@ -108,8 +108,30 @@ pub fn answer(
 fn is_own(parts: &Parts) -> bool {
     let path = parts.uri.path();
     // A browser asks for the icon of any address it opens: that is no provider's business.
-    let is_own = path == "/traygate" || path.starts_with("/traygate/") || path == "/favicon.ico";
-    is_own || (path == "/" && parts.method == Method::GET && wants_page(parts))
+    names_traygate(path)
+        || path == "/favicon.ico"
+        || (path == "/" && parts.method == Method::GET && wants_page(parts))
+}
+
+/// Whether a path is meant for Traygate itself, mistyped ones too: doubled slashes, capitals, an
+/// escaped slash, behind a token or a tool.
+fn names_traygate(path: &str) -> bool {
+    const NAME: &str = "traygate";
+    let mut segments = path
+        .split('/')
+        .filter(|segment| !segment.is_empty())
+        .peekable();
+    if segments.next_if_eq(&"t").is_some() {
+        segments.next();
+    }
+    segments.next_if(|segment| segment.starts_with('@'));
+    let first = segments.next().unwrap_or_default();
+    let (name, rest) = first.split_at_checked(NAME.len()).unwrap_or((first, ""));
+    name.eq_ignore_ascii_case(NAME)
+        && (rest.is_empty()
+            || rest
+                .get(..3)
+                .is_some_and(|rest| rest.eq_ignore_ascii_case("%2f")))
 }
 
 fn wants_page(parts: &Parts) -> bool {
@@ -197,7 +219,10 @@ async fn proxy(
 ) -> Response<ClientBody> {
     // accept
     let may_call = accept::check_token(core, connection, &parts).await;
-    if let Err(error) = may_call.and_then(|()| accept::check_mode(core)) {
+    let may_call = may_call
+        .and_then(|()| accept::check_no_admin_token(core, &parts))
+        .and_then(|()| accept::check_mode(core));
+    if let Err(error) = may_call {
         let dialect = identify::dialect_of(parts.uri.path(), &parts.headers, None);
         return refused(&error, dialect, row);
     }
@@ -228,7 +253,7 @@ async fn proxy(
     let role = match &call.sharing {
         Some(sharing) => core.dedup.enter(sharing, id, core.clock.now()),
         None => {
-            let (writer, reader) = Answer::begin(false, id);
+            let (writer, reader) = Answer::begin(false, id, core.clock);
             Role::Leader(writer, reader, None)
         }
     };
@@ -450,7 +475,12 @@ impl SharedCall {
             // To wait for the client was not to wait for the upstream.
             Failure::Upload(error) => (error, false, Health::Abandoned),
             // Nobody is left to be told: the row and the breakers say so by themselves.
-            Failure::Left => return self.keep_bodies(Outcome::ClientLeft),
+            Failure::Left => {
+                if let Some(at) = self.writer.leader_left_at() {
+                    self.row.ended_at(at);
+                }
+                return self.keep_bodies(Outcome::ClientLeft);
+            }
         };
         let told: Arc<str> = error.to_string().into();
         if let Some(leave) = leave {
@@ -489,7 +519,12 @@ impl SharedCall {
     /// The leader's row: what became of the call, unless its client had left before.
     fn settle(&mut self, outcome: Outcome, error: Option<Arc<str>>) {
         match self.writer.leader_left() {
-            Some(left) => self.row.settle(left.outcome, left.error),
+            Some(left) => {
+                self.row.settle(left.outcome, left.error);
+                if let Some(at) = self.writer.leader_left_at() {
+                    self.row.ended_at(at);
+                }
+            }
             None => self.row.settle(outcome, error),
         }
     }

@@ -33,6 +33,8 @@ pub struct Row {
     sent: Option<Duration>,
     head: Option<Duration>,
     upstream_ended: Option<Duration>,
+    /// When its client was gone, if that was before the row is written.
+    ended: Option<Moment>,
 }
 
 impl Row {
@@ -51,6 +53,7 @@ impl Row {
             sent: None,
             head: None,
             upstream_ended: None,
+            ended: None,
         }
     }
 
@@ -134,6 +137,11 @@ impl Row {
         }
     }
 
+    /// Its client was gone at `now`: the call may go on for others.
+    pub fn ended_at(&mut self, now: Moment) {
+        self.ended = Some(now);
+    }
+
     /// What became of the call; written when the row is dropped.
     pub fn settle(&mut self, outcome: Outcome, error: Option<Arc<str>>) {
         self.account = Some((outcome, error));
@@ -168,13 +176,14 @@ impl Drop for Row {
         if is_stopped && outcome == Outcome::Stopped && self.status.is_none() {
             self.status(client_closed_request());
         }
+        let ended = self.ended.unwrap_or_else(|| self.core.clock.now());
         let end = CallEnd {
             start,
             status: self.status,
             outcome,
             first_token: self.first_token,
             queued: self.queued,
-            duration: self.core.clock.now().since(self.began),
+            duration: ended.since(self.began),
             sent: self.sent,
             head: self.head,
             upstream_ended: self.upstream_ended,

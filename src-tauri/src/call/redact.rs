@@ -7,7 +7,7 @@ use http::{HeaderMap, HeaderName};
 use memchr::memmem;
 use url::form_urlencoded;
 
-use super::credential::{credential_headers, query_credentials};
+use super::credential::{credential_headers, credentials, query_credentials};
 use crate::provider::Provider;
 
 /// Shorter ones are placeholders, and would be found inside words.
@@ -77,10 +77,45 @@ fn bytes_without(bytes: &[u8], secret: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// How the keys of well-known providers begin.
-const LIKELY: [&str; 7] = ["sk-", "xai-", "gsk_", "AIza", "r8_", "hf_", "pplx-"];
+/// How the keys of well-known providers, and other secrets that tools come across, begin.
+const LIKELY: [&str; 17] = [
+    "sk-",
+    "sk_live_",
+    "sk_test_",
+    "xai-",
+    "gsk_",
+    "AIza",
+    "r8_",
+    "hf_",
+    "pplx-",
+    "ghp_",
+    "gho_",
+    "ghs_",
+    "github_pat_",
+    "glpat-",
+    "xoxb-",
+    "AKIA",
+    "eyJ",
+];
 /// Shorter words than this are no keys.
-const SHORTEST_LIKELY: usize = 24;
+const SHORTEST_LIKELY: usize = 20;
+
+/// A name that a client gave (a model, a path) without keys: some put one in the wrong place, and
+/// names are on record and in open metrics. `None` if there is none in it.
+pub fn name_without_keys(name: &str, headers: &HeaderMap) -> Option<String> {
+    if name.len() < SHORTEST {
+        return None;
+    }
+    let mut clean: Option<String> = None;
+    for secret in credentials(headers).filter(|secret| secret.len() >= SHORTEST) {
+        let found = without(clean.as_deref().unwrap_or(name), secret);
+        clean = found.or(clean);
+    }
+    let likely = without_likely_keys(clean.as_deref().unwrap_or(name).as_bytes());
+    likely
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .or(clean)
+}
 
 /// Keys that are not this call's own: a tool may have read one from a file and sent it along.
 fn without_likely_keys(bytes: &[u8]) -> Option<Vec<u8>> {
@@ -179,6 +214,31 @@ mod tests {
             b"\xff [key] {\"k\":\"[key]\"} sk-short task-sk-0123456789012345678901"
         );
         assert_eq!(secrets().redact_bytes(b"nothing of the kind"), None);
+    }
+
+    #[test]
+    fn a_name_on_record_has_no_key_in_it() {
+        let mut headers = HeaderMap::new();
+        headers.insert("authorization", "Bearer my-own-canary".parse().unwrap());
+        for (name, clean) in [
+            ("gpt-4o-2024-08-06", None),
+            ("claude-sonnet-4-5-20250929", None),
+            ("sk-proj-0123456789abcdef0123", Some("[key]")),
+            (
+                "/v1/models/sk-proj-0123456789abcdef",
+                Some("/v1/models/[key]"),
+            ),
+            ("ghp_0123456789abcdefABCDEF0123456789abcd", Some("[key]")),
+            ("AKIAIOSFODNN7EXAMPLE", Some("[key]")),
+            ("my-own-canary", Some("[key]")),
+            ("hf_", None),
+        ] {
+            assert_eq!(
+                name_without_keys(name, &headers).as_deref(),
+                clean,
+                "{name}"
+            );
+        }
     }
 
     #[test]

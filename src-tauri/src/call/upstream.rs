@@ -776,7 +776,8 @@ mod tests {
         // is asked before time leaps, and looked at well after that.
         let _ = clock.now();
         tokio::time::advance(MINUTE).await;
-        let (writer, reader) = Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()));
+        let (writer, reader) =
+            Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()), Clock::Tokio);
         let mut linger = Linger::new(Duration::ZERO);
         assert!(writer.sending(Clock::Tokio.now()));
         let began = clock.now();
@@ -826,7 +827,8 @@ mod tests {
         ];
         for (name, streaming, after, cut) in table {
             let provider = provider(name);
-            let (writer, _reader) = Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()));
+            let (writer, _reader) =
+                Answer::begin(false, crate::store::CallId(ulid::Ulid::nil()), Clock::Tokio);
             let mut linger = Linger::new(Duration::ZERO);
             let mut attempt = Attempt::new(
                 &provider,

@@ -124,6 +124,41 @@ async fn the_runtime_file_leads_to_a_running_one_and_goes_with_it() {
 }
 
 #[tokio::test]
+async fn the_token_never_goes_to_a_provider_however_the_address_is_mistyped() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    let token = token(&app);
+    let bearer = format!("Bearer {token}");
+    for (path, status) in [
+        ("//traygate/api/state", 404),
+        ("/TRAYGATE/api/state", 404),
+        ("/traygate%2Fapi/state", 404),
+        ("/@x/traygate/api/settings", 404),
+        ("/t/abc/traygate/api/settings", 404),
+        ("/openai/traygate/api/state", 400),
+        ("/api/state", 400),
+    ] {
+        let answer = http(&app, get(path).header("authorization", &bearer)).await;
+        assert_eq!(answer.status(), status, "{path}: {}", answer.text());
+        let answer = http(&app, get(path).header("x-api-key", &token)).await;
+        assert_eq!(answer.status(), status, "{path}");
+    }
+    let in_query = http(&app, get(&format!("/v1/models?token={token}"))).await;
+    assert_eq!(in_query.status(), 400);
+    assert!(
+        in_query.text().contains("/traygate/api/"),
+        "{}",
+        in_query.text()
+    );
+    assert_eq!(up.requests().len(), 0);
+    // A provider's paths may well have the word in them.
+    assert_eq!(
+        http(&app, get("/openai/v1/models/traygate")).await.status(),
+        200
+    );
+}
+
+#[tokio::test]
 async fn what_is_traygates_own_never_reaches_a_provider() {
     let up = Upstream::chatting().await;
     let app = App::before(&up).await;

@@ -150,6 +150,11 @@ async fn one_caller_is_stopped_and_the_others_go_on_to_the_end() {
         "cut, not ended"
     );
     assert_eq!(up.in_flight(), 1, "the follower still listens");
+    let state = get(&app, "state").await;
+    for call in state["running"].as_array().expect("calls") {
+        assert_eq!(call["caller_left"], call["tool"] == "leader", "{call}");
+    }
+    let stopped_by = super::super::support::now();
     let again = ask(
         &app,
         Method::DELETE,
@@ -158,9 +163,23 @@ async fn one_caller_is_stopped_and_the_others_go_on_to_the_end() {
     )
     .await;
     assert_eq!(code(&again, 409), "not_running");
+    // It goes on for a while without the leader, whose row tells of its own time only.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     gate.open();
     assert_eq!(follower.read_to_end_of_body().await, BodyEnd::Clean);
     let rows = app.rows(2).await;
+    let duration = |tool: &str| {
+        rows.iter()
+            .find(|row| row.tool == tool)
+            .expect("a row")
+            .duration
+    };
+    let went_on = super::super::support::now() - stopped_by;
+    let (leader, follower) = (duration("leader"), duration("follower"));
+    assert!(
+        leader < follower && went_on.as_millis() >= 300,
+        "{leader:?} {follower:?}"
+    );
     let outcome = |tool: &str| {
         rows.iter()
             .find(|row| row.tool == tool)

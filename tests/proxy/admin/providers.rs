@@ -21,6 +21,16 @@ async fn a_person_holds_a_breaker_open_and_releases_it() {
     assert_eq!(held["breaker"]["held"], true);
     let refused = app.chat(&other(1)).await;
     assert_eq!(refused.json()["error"]["code"], "breaker_open");
+    assert!(
+        refused.text().contains("held open by hand"),
+        "{}",
+        refused.text()
+    );
+    assert!(
+        !refused.text().contains("failing"),
+        "nothing failed: {}",
+        refused.text()
+    );
     assert_eq!(up.calls(), 0);
     let released = post(
         &app,
@@ -173,6 +183,8 @@ async fn a_key_that_would_not_be_used_or_cannot_be_one_is_refused_unrepeated() {
     };
     let unused = put("openai", json!({"key": "canary-key"})).await;
     assert_eq!(code(&unused, 409), "key_not_used");
+    let placeholder = put("anthropic", json!({"key": "Traygate"})).await;
+    assert_eq!(code(&placeholder, 400), "bad_key");
     let odd = put("anthropic", json!({"key": "canary key\u{200b}"})).await;
     assert_eq!(code(&odd, 400), "bad_key");
     let extra = put("anthropic", json!({"key": "canary-key", "more": 1})).await;

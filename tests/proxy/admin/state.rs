@@ -120,6 +120,34 @@ async fn no_key_is_in_the_state_or_anywhere_else() {
 }
 
 #[tokio::test]
+async fn a_key_in_the_wrong_place_is_neither_on_record_nor_in_the_metrics() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    let key = "sk-proj-0123456789abcdefghij";
+    app.chat(&format!(r#"{{"model":"{key}","messages":[]}}"#))
+        .await;
+    let asked = http_get(&format!("/v1/models/{key}"));
+    app.client().await.ask(asked).await;
+    app.rows(2).await;
+    assert!(
+        up.requests().iter().all(|seen| {
+            let body = String::from_utf8_lossy(&seen.request.body).into_owned();
+            body.contains(key) || seen.request.target.contains(key)
+        }),
+        "the provider gets what was sent"
+    );
+    let metrics = app.client().await.ask(http_get("/traygate/metrics")).await;
+    for said in [
+        metrics.text(),
+        get(&app, "calls").await.to_string(),
+        get(&app, "repeats").await.to_string(),
+        get(&app, "state").await.to_string(),
+    ] {
+        assert!(!said.contains("0123456789abcdefghij"), "{said}");
+    }
+}
+
+#[tokio::test]
 async fn bypass_goes_straight_through_and_is_on_record() {
     let up = Upstream::failing(500).await;
     let app = App::with(&up, "[limits]\nconcurrency = 1\n").await;
