@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, watch};
+use tracing::debug;
 
 use crate::admin::access::Token;
 use crate::call::dedup::Dedup;
@@ -23,7 +24,7 @@ use crate::metrics::Metrics;
 use crate::mode::{Mode, ModeSwitch};
 use crate::policy::routing::Dialect;
 use crate::provider::Provider;
-use crate::runtime::{Runtime, RuntimeFile};
+use crate::runtime::{Found, Runtime, RuntimeFile};
 use crate::settings::{ProviderKind, Settings};
 use crate::store::Store;
 
@@ -35,6 +36,9 @@ pub const BODIES_HELD: usize = 256 << 20;
 
 /// How soon it is told that the record fares otherwise.
 const LOOK_AT_LOG: Duration = Duration::from_secs(1);
+
+/// How soon a runtime file that is gone is written again.
+const LOOK_AT_RUNTIME_FILE: Duration = Duration::from_secs(10);
 
 /// The end of a mode is told at most so much late after the machine has slept: timers stand still
 /// meanwhile.
@@ -189,6 +193,30 @@ impl Core {
     /// # Errors
     /// If the data folder cannot be written.
     pub fn write_runtime_file(&self) -> io::Result<()> {
+        self.write_runtime_file_as(&mut self.lock_runtime_file())
+    }
+
+    /// Writes the runtime file again if it is gone, or could not be written before.
+    ///
+    /// # Errors
+    /// As [`Core::write_runtime_file`].
+    fn restore_runtime_file(&self) -> io::Result<()> {
+        let mut file = self.lock_runtime_file();
+        // Who ends takes it away, under the same lock.
+        if self.open_calls.phase() > Phase::Serving {
+            return Ok(());
+        }
+        let is_there = file
+            .as_ref()
+            .is_some_and(|file| file.look() != Found::Nothing);
+        // Only who records holds the folder: else the file may be another's.
+        if is_there || !self.store.health().recording {
+            return Ok(());
+        }
+        self.write_runtime_file_as(&mut file)
+    }
+
+    fn write_runtime_file_as(&self, file: &mut Option<RuntimeFile>) -> io::Result<()> {
         let Some(address) = self.listener.address() else {
             return Ok(());
         };
@@ -197,7 +225,6 @@ impl Core {
             pid: std::process::id(),
             token: self.token.expose().to_owned(),
         };
-        let mut file = self.lock_runtime_file();
         if let Some(old) = file.take() {
             old.keep();
         }
@@ -260,6 +287,20 @@ pub async fn watch_log(core: Weak<Core>) {
         if now != before {
             before = now;
             core.events.tell(|| Event::State(Change::Log));
+        }
+    }
+}
+
+/// Keeps the runtime file in its place. Ends with the core.
+pub async fn keep_runtime_file(core: Weak<Core>) {
+    loop {
+        tokio::time::sleep(LOOK_AT_RUNTIME_FILE).await;
+        let Some(core) = core.upgrade() else { return };
+        // A folder on a network may hang.
+        let restored = tokio::task::spawn_blocking(move || core.restore_runtime_file()).await;
+        if let Ok(Err(error)) = restored {
+            // Told as a warning when it could not be written the first time.
+            debug!(%error, "the runtime file cannot be restored");
         }
     }
 }

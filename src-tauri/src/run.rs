@@ -11,7 +11,7 @@ use tracing::warn;
 use url::{Host, Url};
 
 use crate::clock::Clock;
-use crate::core::{Core, Phase, watch_log};
+use crate::core::{Core, Phase, keep_runtime_file, watch_log};
 use crate::keys::Keys;
 use crate::listen::{Doors, ListenError, Listeners, serve};
 use crate::provider::clients::is_loopback;
@@ -95,6 +95,7 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
         tokio::spawn(warn_without_token(core.keys.clone()));
     }
     tokio::spawn(watch_log(Arc::downgrade(&core)));
+    tokio::spawn(keep_runtime_file(Arc::downgrade(&core)));
     let serving = tokio::spawn(serve(core.clone(), accepted));
     if let Some(file) = options.config {
         tokio::spawn(live::watch(core.clone(), file));

@@ -15,7 +15,7 @@ pub const RUNTIME_FILE: &str = "runtime.json";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// What it says.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Runtime {
     /// Where the admin API is, on loopback.
     pub port: u16,
@@ -26,9 +26,21 @@ pub struct Runtime {
 }
 
 /// The file of this run; dropping it takes it away.
-#[derive(Debug)]
 pub struct RuntimeFile {
-    path: PathBuf,
+    folder: PathBuf,
+    /// `None` once it is to stay.
+    wrote: Option<Runtime>,
+}
+
+/// What stands in the folder of a [`RuntimeFile`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// What it wrote.
+    Ours,
+    /// What another Traygate wrote, in a folder that took the place of the old.
+    Others,
+    /// Nothing that makes sense.
+    Nothing,
 }
 
 impl RuntimeFile {
@@ -48,22 +60,33 @@ impl RuntimeFile {
             .open(&new)?
             .write_all(&serde_json::to_vec(runtime)?)?;
         fs::rename(&new, &path)?;
-        Ok(RuntimeFile { path })
+        Ok(RuntimeFile {
+            folder: folder.to_owned(),
+            wrote: Some(runtime.clone()),
+        })
     }
-}
 
-impl RuntimeFile {
+    /// Looks whether it is still there: a person may clear the folder.
+    pub fn look(&self) -> Found {
+        match find(&self.folder) {
+            None => Found::Nothing,
+            found if found == self.wrote => Found::Ours,
+            Some(_) => Found::Others,
+        }
+    }
+
     /// Leaves it in place: it is about to be written over.
     pub fn keep(mut self) {
-        // No file has this name.
-        self.path = PathBuf::new();
+        self.wrote = None;
     }
 }
 
 impl Drop for RuntimeFile {
     fn drop(&mut self) {
-        // One that stays is overwritten by the next start, and its token opens nothing.
-        let _ = fs::remove_file(&self.path);
+        if self.wrote.is_some() && self.look() == Found::Ours {
+            // One that stays is overwritten by the next start, and its token opens nothing.
+            let _ = fs::remove_file(self.folder.join(RUNTIME_FILE));
+        }
     }
 }
 
@@ -117,9 +140,29 @@ mod tests {
         file.keep();
         let again = RuntimeFile::write(folder.path(), &moved).unwrap();
         assert_eq!(find(folder.path()).unwrap().port, 7338);
+        assert_eq!(again.look(), Found::Ours);
         drop(again);
         assert!(!path.exists());
         fs::write(&path, "{").unwrap();
         assert!(find(folder.path()).is_none());
+    }
+
+    #[test]
+    fn another_ones_file_is_told_from_ours_and_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let runtime = Runtime {
+            port: 7337,
+            pid: 42,
+            token: "secret".to_owned(),
+        };
+        let file = RuntimeFile::write(folder.path(), &runtime).unwrap();
+        let path = folder.path().join(RUNTIME_FILE);
+        fs::remove_file(&path).unwrap();
+        assert_eq!(file.look(), Found::Nothing);
+        let other = Runtime { pid: 43, ..runtime };
+        let other = RuntimeFile::write(folder.path(), &other).unwrap();
+        assert_eq!(file.look(), Found::Others);
+        drop(file);
+        assert_eq!(other.look(), Found::Ours);
     }
 }

@@ -12,17 +12,19 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use rusqlite::Connection;
+use rusqlite::{Connection, ffi};
+use serde_json::Value;
 use tempfile::TempDir;
 use traygate::clock::Clock;
+use traygate::runtime::{self, RUNTIME_FILE};
 use traygate::store::pages::CallsQuery;
-use traygate::store::queries::{CallFilter, CallRow, Reader};
+use traygate::store::queries::{CallFilter, CallRow, ReadError, Reader};
 use traygate::store::{DATABASE_FILE, StoreHealth};
 
 use crate::support::app::{App, rows_in};
-use crate::support::client::BodyEnd;
+use crate::support::client::{BodyEnd, Outgoing, get};
 use crate::support::upstream::{Gate, Reply, Upstream};
-use crate::support::{Span as _, must, now};
+use crate::support::{Span as _, eventually, must, now};
 
 /// What a call may take here, machine busy or not: far less than any trouble lasts, so that one
 /// that waited for its end would show.
@@ -67,6 +69,15 @@ async fn in_trouble(app: &App, words: &str) -> StoreHealth {
         told.is_some_and(|told| told.contains(words))
     })
     .await
+}
+
+/// What the admin API answers.
+async fn api(app: &App, method: &str, path: &str) -> (u16, Value) {
+    let token = app.running().core().token.expose().to_owned();
+    let request = Outgoing::new(method, &format!("/traygate/api/{path}"))
+        .header("authorization", &format!("Bearer {token}"));
+    let answer = app.ask(request).await;
+    (answer.status(), answer.json())
 }
 
 /// Nothing waits, and nothing was lost on the way.
@@ -195,6 +206,43 @@ async fn another_program_locks_it_for_seconds() {
 #[ignore = "takes half a minute"]
 async fn another_program_locks_it_for_half_a_minute() {
     locked_for(30.secs()).await;
+}
+
+#[tokio::test]
+async fn calls_that_wait_are_counted_once_and_found_by_their_id() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    let lock = Locked::by_another_program(&app.data_dir().join(DATABASE_FILE));
+    let mut last = String::new();
+    for n in 0..30 {
+        let answer = app
+            .chat(&format!(r#"{{"model":"m{n}","messages":[]}}"#))
+            .await;
+        let id = answer.header("x-traygate-call").expect("its id");
+        id.clone_into(&mut last);
+        // Handed over by the time it is counted: its row comes after its last byte.
+        health_that(&app, "the call to wait", |health| health.pending_rows > n).await;
+        assert_eq!(health(&app).pending_rows, n + 1);
+    }
+    in_trouble(&app, "locked").await;
+    // Again and again: the writer holds them for some of the time.
+    for _ in 0..50 {
+        let (status, row) = api(&app, "GET", &format!("calls/{last}")).await;
+        assert_eq!(status, 200, "{row}");
+        assert_eq!(
+            (&row["model"], &row["outcome"]),
+            (&"m29".into(), &"completed".into())
+        );
+        assert_eq!(health(&app).pending_rows, 30);
+        tokio::time::sleep(10.ms()).await;
+    }
+    let (status, refusal) = api(&app, "DELETE", &format!("calls/{last}")).await;
+    assert_eq!(status, 409, "it has ended: {refusal}");
+    lock.ends();
+    written(&app).await;
+    let (status, row) = api(&app, "GET", &format!("calls/{last}")).await;
+    assert_eq!((status, &row["outcome"]), (200, &"completed".into()));
+    assert_eq!(app.rows_now().len(), 30);
 }
 
 // --- Disks of our own --------------------------------------------------------------------------
@@ -372,6 +420,51 @@ fn is_sound(database: &Path) -> bool {
     verdict == "ok"
 }
 
+// --- The runtime file --------------------------------------------------------------------------
+
+/// Whether the command line would find `app`.
+fn is_found(app: &App) -> bool {
+    runtime::find(app.data_dir()).is_some_and(|found| found.port == app.addr().port())
+}
+
+#[tokio::test]
+async fn the_runtime_file_is_written_once_the_folder_can_be() {
+    let Some(disk) = Disk::small("4m") else {
+        return;
+    };
+    let up = Upstream::chatting().await;
+    let folder = disk.folder();
+    // Of a run that was killed.
+    let stale = r#"{"port":1,"pid":1,"token":"stale"}"#;
+    fs::write(folder.path().join(RUNTIME_FILE), stale).expect("a file");
+    disk.remount("ro");
+    let app = App::start_in(folder, &App::settings(up.addr(), "")).await;
+    assert!(!is_found(&app));
+    disk.remount("rw");
+    eventually("the runtime file", async || is_found(&app)).await;
+    let folder = app.stop().await;
+    assert!(runtime::find(folder.path()).is_none(), "gone with its run");
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn the_runtime_file_comes_back_with_its_folder() {
+    let up = Upstream::chatting().await;
+    let app = App::before(&up).await;
+    served(&app, "before").await;
+    app.rows(1).await;
+    assert!(is_found(&app));
+    fs::remove_dir_all(app.data_dir()).expect("the folder gone");
+    served(&app, "after").await;
+    let told = health_that(&app, "the notice", |health| health.notice.is_some()).await;
+    let notice = told.notice.expect("just seen");
+    assert!(notice.contains("deleted or replaced"), "{notice}");
+    eventually("the runtime file", async || is_found(&app)).await;
+    assert_eq!(models(&app.rows_now()), HashSet::from(["after"]));
+    let folder = app.stop().await;
+    assert!(runtime::find(folder.path()).is_none(), "gone with its run");
+}
+
 // --- Damage in mid-run -------------------------------------------------------------------------
 
 #[tokio::test]
@@ -436,6 +529,173 @@ async fn damage_in_mid_run_costs_no_call_and_a_fresh_record_goes_on() {
         let folder = app.stop().await;
         assert!(is_sound(&folder.path().join(DATABASE_FILE)), "{what}");
     }
+}
+
+/// A record of so many calls that most of its pages are read by nobody for long.
+async fn with_a_long_past(up: &Upstream) -> TempDir {
+    let folder = with_a_past(up, tempfile::tempdir().expect("a scratch folder")).await;
+    Connection::open(folder.path().join(DATABASE_FILE))
+        .and_then(|record| {
+            record.execute_batch(
+                "WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 20000)
+                 INSERT INTO calls (id, started_us, provider, route, model, tool, billing,
+                   streaming, dedup, outcome, status, upstream_call, queued_us, duration_us)
+                 SELECT printf('01M3250XXR%016d', n), 1790000003000000, 'openai',
+                   'chat/completions', 'old', 'aider', 'metered', 0, 'miss', 'completed', 200, 1,
+                   15, 1500000 FROM n;
+                 PRAGMA wal_checkpoint(TRUNCATE);",
+            )
+        })
+        .expect("a long past");
+    folder
+}
+
+/// What makes no sense to anybody.
+fn noise(bytes: usize) -> Vec<u8> {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    let noise = std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    });
+    noise.flatten().take(bytes).collect()
+}
+
+const PAGE: u64 = 4096;
+
+/// Writes noise over pages of a file, whatever program has it open.
+fn overwrite(file: &Path, from_page: u64, pages: u64) {
+    let mut open = OpenOptions::new()
+        .write(true)
+        .open(file)
+        .expect("the record");
+    open.seek(SeekFrom::Start(from_page * PAGE))
+        .expect("a place");
+    let bytes = usize::try_from(pages * PAGE).expect("a small file");
+    open.write_all(&noise(bytes)).expect("damage");
+}
+
+fn pages(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |file| file.len().div_ceil(PAGE))
+}
+
+type Damage = (&'static str, fn(&Path));
+
+const DAMAGES: [Damage; 4] = [
+    ("all of it and its log", |database| {
+        overwrite(database, 0, pages(database));
+        let log = database.with_extension("db-wal");
+        if log.exists() {
+            overwrite(&log, 0, pages(&log));
+        }
+    }),
+    ("all but the first page", |database| {
+        overwrite(database, 1, pages(database) - 1);
+    }),
+    ("pages in the middle", |database| {
+        overwrite(database, pages(database) / 2, 20);
+    }),
+    ("a page of an index", |database| {
+        let root: u64 = Connection::open(database)
+            .and_then(|record| {
+                let sql =
+                    "SELECT rootpage FROM sqlite_schema WHERE name = 'sqlite_autoindex_calls_1'";
+                record.query_row(sql, [], |row| row.get::<_, i64>(0))
+            })
+            .map(|root| u64::try_from(root).expect("a page"))
+            .expect("the index of ids");
+        overwrite(database, root - 1, 1);
+    }),
+];
+
+/// The record was set aside, a fresh one takes calls and can be read, and a person is told.
+async fn begun_afresh(app: &App, what: &str) {
+    let told = health_that(app, what, |health| health.notice.is_some()).await;
+    let notice = told.notice.expect("just seen");
+    let aside = named(app.data_dir(), "traygate.damaged-");
+    assert!(
+        aside
+            .iter()
+            .any(|path| notice.contains(&path.display().to_string())),
+        "{what}: {notice}: {aside:?}"
+    );
+    served(app, "last").await;
+    written(app).await;
+    assert_eq!(app.ask(get("/traygate/health")).await.status(), 200);
+    let (status, page) = api(app, "GET", "calls?model=last").await;
+    assert_eq!(status, 200, "{what}: {page}");
+    assert_eq!(page["calls"].as_array().map(Vec::len), Some(1), "{what}");
+    let (status, series) = api(app, "GET", "series").await;
+    assert_eq!(status, 200, "{what}: {series}");
+    let (_, state) = api(app, "GET", "state").await;
+    let warnings = state["warnings"].to_string();
+    assert!(warnings.contains("set aside"), "{what}: {warnings}");
+}
+
+#[tokio::test]
+async fn damage_that_only_a_reader_meets_is_noticed() {
+    for (what, damage) in DAMAGES {
+        let up = Upstream::chatting().await;
+        let folder = with_a_long_past(&up).await;
+        let app = App::start_in(folder, &App::settings(up.addr(), "")).await;
+        let (status, page) = api(&app, "GET", "calls?model=nobody").await;
+        assert_eq!(status, 200, "{what}: {page}");
+        damage(&app.data_dir().join(DATABASE_FILE));
+        // No call is made: the writer has nothing to stumble over.
+        let (status, refusal) = api(&app, "GET", "calls?model=nobody").await;
+        assert_eq!(status, 503, "{what}: {refusal}");
+        begun_afresh(&app, what).await;
+        let folder = app.stop().await;
+        assert!(is_sound(&folder.path().join(DATABASE_FILE)), "{what}");
+    }
+}
+
+#[tokio::test]
+async fn damage_between_two_runs_is_noticed_though_nobody_reads() {
+    for (what, damage) in DAMAGES {
+        let up = Upstream::chatting().await;
+        let folder = with_a_long_past(&up).await;
+        damage(&folder.path().join(DATABASE_FILE));
+        let app = App::start_in(folder, &App::settings(up.addr(), "")).await;
+        begun_afresh(&app, what).await;
+        drop(app.stop().await);
+    }
+}
+
+#[tokio::test]
+async fn a_readers_passing_error_is_looked_into_and_loses_nothing() {
+    let up = Upstream::chatting().await;
+    let folder = with_a_long_past(&up).await;
+    let app = App::start_in(folder, &App::settings(up.addr(), "")).await;
+    let store = &app.running().core().store;
+    let stumble = || {
+        let malformed = ffi::Error::new(ffi::SQLITE_CORRUPT);
+        let malformed = rusqlite::Error::SqliteFailure(malformed, None);
+        let read = store.read(|_| Err::<(), _>(ReadError::Sqlite(malformed)));
+        read.expect_err("as it was told");
+    };
+    stumble();
+    health_that(&app, "the verdict", |health| health.last_error.is_none()).await;
+    assert_eq!(app.ask(get("/traygate/health")).await.status(), 200);
+    // Not again at once: until it has been looked into, it is in doubt.
+    stumble();
+    served(&app, "new").await;
+    let answer = app.ask(get("/traygate/health")).await;
+    assert_eq!(answer.status(), 503);
+    assert!(
+        answer.text().contains("may be damaged"),
+        "{}",
+        answer.text()
+    );
+    let told = health(&app);
+    assert_eq!((told.recording, told.notice), (true, None));
+    let folder = app.stop().await;
+    assert!(named(folder.path(), "damaged").is_empty());
+    let kept: i64 = Connection::open(folder.path().join(DATABASE_FILE))
+        .and_then(|record| record.query_row("SELECT count(*) FROM calls", [], |row| row.get(0)))
+        .expect("a count");
+    assert_eq!(kept, 20_003, "all calls of before, and one");
 }
 
 // --- Other versions ----------------------------------------------------------------------------

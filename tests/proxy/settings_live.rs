@@ -14,7 +14,7 @@ use traygate::core::{Applied, Core};
 use traygate::keys::Keys;
 use traygate::run::{Options, Running, start};
 use traygate::settings::on_disk::{PatchError, SettingsFile};
-use traygate::settings::{DEFAULT_FILE, Flag, Overrides};
+use traygate::settings::{DEFAULT_FILE, Flag, Overrides, Settings};
 
 use super::support::app::rows_in;
 use super::support::client::{Answer, BodyEnd, Client, Outgoing, get, post, post_json};
@@ -468,6 +468,154 @@ async fn a_bad_edit_is_refused_with_its_line_while_the_old_settings_go_on() {
     assert_eq!(live.core().settings_refusal(), None);
 }
 
+#[cfg(unix)]
+#[tokio::test]
+async fn a_path_that_leads_to_no_file_holds_nothing_up() {
+    let live = Live::with("[server]\nport = 0\n[limits]\nqueue = 5\n").await;
+    let good = live.text();
+    for made in [vec!["mkfifo"], vec!["ln", "-s", "/dev/zero"], vec!["mkdir"]] {
+        std::fs::remove_file(&live.file).expect("removed");
+        let mut command = std::process::Command::new(made[0]);
+        let status = command.args(&made[1..]).arg(&live.file).status();
+        assert!(status.expect("it runs").success());
+        live.is_refused("and must be a file").await;
+        assert_eq!(live.value("limits.queue"), 5);
+        let error = live.try_patch(json!({"limits": {"queue": 6}})).await;
+        let error = error.expect_err("refused").to_string();
+        assert!(
+            error.contains("config.toml: cannot be read: it is "),
+            "{error}"
+        );
+        let started = Settings::load(&live.file, &Overrides::default());
+        let error = started.expect_err("refused").to_string();
+        assert!(
+            error.contains("config.toml: cannot be read: it is "),
+            "{error}"
+        );
+
+        let gone = std::fs::remove_file(&live.file);
+        gone.or_else(|_| std::fs::remove_dir(&live.file))
+            .expect("removed");
+        std::fs::write(&live.file, &good).expect("written");
+        eventually("the refusal is gone", async || {
+            live.core().settings_refusal().is_none()
+        })
+        .await;
+    }
+    live.patch(json!({"limits": {"queue": 6}})).await;
+    assert_eq!(live.text(), good.replace("queue = 5", "queue = 6"));
+}
+
+#[tokio::test]
+async fn a_half_saved_file_does_not_count() {
+    let up = Upstream::chatting().await;
+    let live = Live::before(&up, "[limits]\nqueue = 5").await;
+    let good = live.text();
+    let ask = async |n: usize| {
+        let path = "/mine/v1/chat/completions";
+        post_json(live.addr(), path, body(n)).await.status()
+    };
+    // As a shell writes: nothing at first, then a part.
+    for (half, times) in [("", 20), (&good[..good.len() / 2], 2)] {
+        std::fs::write(&live.file, half).expect("written");
+        for n in 0..times {
+            assert_eq!(ask(n).await, 200, "{half:?}");
+            tokio::time::sleep(50.ms()).await;
+        }
+        std::fs::write(&live.file, &good).expect("written");
+    }
+    // A patch is not laid onto it either, and what is being saved is not lost.
+    std::fs::write(&live.file, "").expect("written");
+    let patch = live
+        .core()
+        .patch_settings(json!({"limits": {"concurrency": 3}}), None);
+    let saved = async {
+        tokio::time::sleep(50.ms()).await;
+        std::fs::write(&live.file, good.replace("queue = 5", "queue = 6")).expect("written");
+    };
+    let (patched, ()) = tokio::join!(must("the patch", patch), saved);
+    patched.expect("applied");
+    let both = "queue = 6\nconcurrency = 3";
+    assert_eq!(live.text(), good.replace("queue = 5", both));
+    assert_eq!(live.value("limits.queue"), 6);
+    assert_eq!(ask(100).await, 200);
+    // One that stays empty was meant to be.
+    std::fs::write(&live.file, "").expect("written");
+    live.comes_to("limits.queue", json!(1000)).await;
+    assert_eq!(live.core().settings_refusal(), None);
+}
+
+#[tokio::test]
+async fn a_message_names_the_setting_that_is_in_force() {
+    let up = Upstream::hanging().await;
+    let url = up.url();
+    let live = Live::with(&format!(
+        "[server]\nport = 0\n[limits]\nconcurrency = 1\nqueue = 1\n\
+         [breaker]\nfailures = 1\nrecovery_check_secs = 0\n\
+         [[provider]]\nname = \"own\"\nkind = \"openai\"\nbase_url = \"{url}/v1\"\n\
+         concurrency = 1\nqueue = 1\nqueue_secs = 0.1\nunstreamed_timeout_secs = 0.5\nopen_secs = 60\n\
+         [[provider]]\nname = \"heir\"\nkind = \"openai\"\nbase_url = \"{url}/v1\"\n\
+         queue_secs = 0.1\n\
+         [[provider]]\nname = \"near\"\nkind = \"openai\"\nbase_url = \"{url}/v1\"\nlocal = true\n\
+         concurrency = 1\nqueue_secs = 0.1\n"
+    ))
+    .await;
+    let pool = |name: &str| {
+        live.core()
+            .world()
+            .provider(name)
+            .expect("there")
+            .state
+            .pool
+            .snapshot()
+    };
+    for (name, full, waited) in [
+        (
+            "own",
+            "(provider.own.queue); try again later, or raise it or provider.own.concurrency",
+            "(provider.own.queue_secs); raise provider.own.concurrency or provider.own.queue_secs",
+        ),
+        (
+            "heir",
+            "(limits.queue); try again later, or raise it or limits.concurrency",
+            "(provider.heir.queue_secs); raise limits.concurrency or provider.heir.queue_secs",
+        ),
+        (
+            "near",
+            "(limits.queue); try again later, or raise it or provider.near.concurrency",
+            "(provider.near.queue_secs); raise provider.near.concurrency or provider.near.queue_secs",
+        ),
+    ] {
+        let path = format!("/{name}/v1/chat/completions");
+        let mut clients = Vec::new();
+        for n in 0..2 {
+            let mut client = Client::to(live.addr()).await;
+            client.send(post(&path).json(body(n))).await;
+            eventually("it has its place", async || {
+                let pool = pool(name);
+                pool.in_flight + pool.waiting > n
+            })
+            .await;
+            clients.push(client);
+        }
+        let refused = post_json(live.addr(), &path, body(2)).await;
+        assert!(refused.text().contains(full), "{}", refused.text());
+        let late = clients[1].read_to_end().await;
+        assert!(late.text().contains(waited), "{}", late.text());
+        if name == "own" {
+            let cut = clients[0].read_to_end().await;
+            let words = "(provider.own.unstreamed_timeout_secs)";
+            assert!(cut.text().contains(words), "{}", cut.text());
+            let open = post_json(live.addr(), &path, body(3)).await;
+            assert!(
+                open.text().contains("(provider.own.open_secs)"),
+                "{}",
+                open.text()
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_file_that_goes_away_takes_nothing_with_it() {
     let live = Live::with("[server]\nport = 0\n[limits]\nqueue = 5 # mine\n").await;
@@ -587,7 +735,15 @@ async fn a_new_port_is_bound_first_and_old_connections_finish() {
         .try_patch(json!({"server": {"port": port}}))
         .await
         .expect_err("taken");
-    assert_eq!(error.to_string(), format!("127.0.0.1:{port} is taken"));
+    let told = error.to_string();
+    let begins = format!("server.port: 127.0.0.1:{port} is taken: ");
+    assert!(told.starts_with(&begins), "{told}");
+    let ends = " has it. Stop that, or choose another server.port";
+    assert!(told.ends_with(ends), "{told}");
+    if cfg!(target_os = "linux") {
+        let this = format!("(pid {})", std::process::id());
+        assert!(told.contains(&this), "{told}");
+    }
     assert_eq!((live.text(), live.addr()), (before.clone(), old));
     assert_eq!(live.value("server.port"), 0);
 
@@ -636,10 +792,20 @@ async fn more_addresses_come_and_go_on_the_same_port() {
     // All of a family exclude its loopback's own socket.
     let applied = live.patch(json!({"server": {"host": ["0.0.0.0"]}})).await;
     assert_eq!((applied.address, live.addr()), (None, old));
+    // Nobody from there has a token to show.
+    let told = &applied.warnings;
+    assert!(told[0].contains("no access token is known"), "{told:?}");
+    assert_eq!(*told, live.core().settings_warnings());
     assert_eq!(health(old).await.status(), 200);
-    live.patch(json!({"server": {"host": null}})).await;
+    let applied = live.patch(json!({"server": {"host": null}})).await;
+    assert_eq!(applied.warnings, Vec::<String>::new());
     assert_eq!(live.addr(), old);
     assert_eq!(health(old).await.status(), 200);
+    // The others of loopback are not listened on, and not in silence.
+    let applied = live.patch(json!({"server": {"host": ["127.0.0.2"]}})).await;
+    let told = &applied.warnings;
+    assert!(told[0].contains("other loopback addresses"), "{told:?}");
+    assert_eq!(told.len(), 1, "and no token is needed there: {told:?}");
     // One that is not this machine's: the doors are as they were.
     let error = live
         .try_patch(json!({"server": {"host": ["0.0.0.0", "2001:db8::1"]}}))
@@ -648,7 +814,7 @@ async fn more_addresses_come_and_go_on_the_same_port() {
         error
             .expect_err("nobody's")
             .to_string()
-            .contains("cannot be listened on")
+            .starts_with("server.host: [2001:db8::1]:")
     );
     assert_eq!(health(old).await.status(), 200);
 }
@@ -884,6 +1050,9 @@ async fn the_description_tells_of_every_setting_and_of_no_secret() {
         live.value("provider.azure.headers"),
         json!(["authorization"])
     );
+    let about = live.described("provider.azure.headers")["about"].clone();
+    let about = about.as_str().expect("words");
+    assert!(about.contains("Only the names are shown"), "{about}");
     assert_eq!(
         live.described("limits.queue"),
         json!({"value": 5, "default": 1000, "from": "file", "locked_by": null, "takes": "whole number",

@@ -139,8 +139,16 @@ pub async fn get_call(
     Path(id): Path<String>,
 ) -> Result<Json<CallRow>, ApiError> {
     let id = call_id(&id)?;
-    let found = read(&core, move |reader| reader.call(id)).await?;
+    let found = find(&core, id).await?;
     found.map(Json).ok_or_else(|| no_call(id))
+}
+
+/// A call in the record, or on its way there.
+async fn find(core: &Core, id: CallId) -> Result<Option<CallRow>, ApiError> {
+    match core.store.pending(id) {
+        Some(row) => Ok(Some(row)),
+        None => read(core, move |reader| reader.call(id)).await,
+    }
 }
 
 /// What a call asked and was answered: decoded, and without keys.
@@ -215,7 +223,7 @@ pub async fn stop_call(
         Some(_) => Err(not_running(format!(
             "the caller of {id} has its answer or has gone; others may still listen to it"
         ))),
-        None => match read(&core, move |reader| reader.call(id)).await? {
+        None => match find(&core, id).await? {
             Some(_) => Err(not_running(format!("call {id} has ended"))),
             None => Err(no_call(id)),
         },

@@ -87,7 +87,7 @@ pub async fn read<T: Send + 'static>(
     read: impl FnOnce(&Reader) -> Result<T, ReadError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let store = core.store.clone();
-    blocking(move || read(&store.reader()?))
+    blocking(move || store.read(read))
         .await?
         .map_err(|error| ApiError::unreadable(&error))
 }

@@ -14,6 +14,7 @@ use crate::policy::breaker::{OpenReason, Transition};
 use crate::provider::Provider;
 use crate::provider::recovery;
 use crate::provider::state::{Change, Health, Passes, Refused};
+use crate::settings::Setting;
 
 /// Leave to make one upstream call. Dropping it frees the permit and, if nothing was settled,
 /// tells the breakers that the call was abandoned.
@@ -74,6 +75,7 @@ impl Leave {
                     provider: provider.name().clone(),
                     concurrency: provider.settings.limits.concurrency,
                     waited: limit,
+                    in_force: provider.settings.in_force.clone(),
                     retry_after: RETRY_A_FULL_QUEUE,
                 });
             }
@@ -105,6 +107,7 @@ fn queue_full(provider: &Provider, full: &QueueFull) -> CallError {
     CallError::QueueFull {
         provider: provider.name().clone(),
         limit: full.limit,
+        in_force: provider.settings.in_force.clone(),
         retry_after: RETRY_A_FULL_QUEUE,
     }
 }
@@ -241,13 +244,14 @@ fn breaker_open(provider: &Provider, refused: &Refused) -> CallError {
             retry_after: refusal.retry_after,
         };
     }
+    let open_secs = provider.settings.in_force.name(Setting::OpenSecs);
     let next = if refusal.half_open {
         "One call is trying it out right now".to_owned()
     } else if refused.model.is_some() || provider.settings.breaker.recovery_check.is_zero() {
-        format!("The next try is in {seconds} s (breaker.open_secs)")
+        format!("The next try is in {seconds} s ({open_secs})")
     } else {
         format!(
-            "The next try is in {seconds} s (breaker.open_secs), sooner if a recovery check finds it well"
+            "The next try is in {seconds} s ({open_secs}), sooner if a recovery check finds it well"
         )
     };
     CallError::BreakerOpen {

@@ -1,6 +1,7 @@
 //! What Traygate itself answers when a call cannot go on: typed where it arises, put into a
 //! status, a code and a dialect here and nowhere else.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use http::{HeaderName, HeaderValue, Response, StatusCode};
 use serde_json::json;
 
 use crate::policy::routing::{Dialect, Route};
+use crate::settings::{InForce, Setting};
 use crate::store::Outcome;
 
 /// Names the error in a header too, since not every dialect has a place for a code.
@@ -46,7 +48,7 @@ pub enum CallError {
     )]
     UploadStalled {
         limit: Duration,
-        setting: &'static str,
+        setting: Cow<'static, str>,
     },
     #[error("this call was stopped by hand, in Traygate")]
     Stopped,
@@ -63,21 +65,27 @@ pub enum CallError {
     )]
     UpgradeRequired,
     #[error(
-        "{provider} has {limit} calls waiting, which is as many as may (limits.queue); try again later, or raise it or limits.concurrency"
+        "{provider} has {limit} calls waiting, which is as many as may ({queue}); try again later, or raise it or {concurrency}",
+        queue = in_force.name(Setting::Queue),
+        concurrency = in_force.name(Setting::Concurrency)
     )]
     QueueFull {
         provider: Arc<str>,
         limit: usize,
+        in_force: InForce,
         retry_after: Duration,
     },
     #[error(
-        "the call waited {} for one of {provider}'s {concurrency} places (limits.queue_secs); raise limits.concurrency or limits.queue_secs",
-        seconds(*waited)
+        "the call waited {} for one of {provider}'s {concurrency} places ({queue_secs}); raise {places} or {queue_secs}",
+        seconds(*waited),
+        queue_secs = in_force.name(Setting::QueueSecs),
+        places = in_force.name(Setting::Concurrency)
     )]
     QueueTimeout {
         provider: Arc<str>,
         concurrency: usize,
         waited: Duration,
+        in_force: InForce,
         retry_after: Duration,
     },
     #[error("{subject} keeps failing, so calls to it are refused for now: {last_error}. {next}")]
@@ -106,7 +114,7 @@ pub enum CallError {
         provider: Arc<str>,
         what: &'static str,
         limit: Duration,
-        setting: &'static str,
+        setting: Cow<'static, str>,
     },
     #[error("{provider}'s answer broke off: {reason}")]
     UpstreamBroke { provider: Arc<str>, reason: String },
@@ -373,7 +381,7 @@ mod tests {
             provider: "openai".into(),
             what: "begin its answer",
             limit: Duration::from_secs(5),
-            setting: "limits.timeout_secs",
+            setting: "limits.timeout_secs".into(),
         };
         let response = timeout.response(Dialect::OpenAi, "");
         assert_eq!(response.status(), 504);

@@ -1,6 +1,7 @@
 //! Reads the body of a call that dedups, hashing and scanning it as it arrives. Others stream
 //! through.
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::io;
 use std::time::Duration;
@@ -94,7 +95,7 @@ pub async fn read_body(
         let next = tokio::time::timeout(UPLOAD_PATIENCE, body.frame()).await;
         let next = next.map_err(|_| CallError::UploadStalled {
             limit: UPLOAD_PATIENCE,
-            setting: "a fixed limit",
+            setting: Cow::Borrowed("a fixed limit"),
         })?;
         let Some(frame) = next else {
             break;

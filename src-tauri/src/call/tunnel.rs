@@ -19,6 +19,7 @@ use super::stream_back::{self, ClientBody};
 use crate::core::Core;
 use crate::mode::Mode;
 use crate::provider::clients::describe;
+use crate::settings::Setting;
 use crate::store::{Billing, DedupLabel, Outcome};
 
 /// True if the request asks for another protocol on its connection, in the way it must: with
@@ -116,7 +117,7 @@ async fn open(
             provider: provider.name().clone(),
             what: "answer the upgrade",
             limit,
-            setting: "limits.timeout_secs",
+            setting: provider.settings.in_force.name(Setting::TimeoutSecs),
         }),
     }
 }

@@ -1,6 +1,7 @@
 //! One attempt at the provider: sends the request, reads the answer into the shared one, and
 //! tells how it ended.
 
+use std::borrow::Cow;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,6 +30,7 @@ use crate::policy::tap::{Encoding, End, Framing, Reading, Tap};
 use crate::provider::Provider;
 use crate::provider::clients::describe;
 use crate::provider::state::Health;
+use crate::settings::Setting;
 use crate::store::Outcome;
 
 /// How an attempt ended.
@@ -119,17 +121,17 @@ impl Timing {
             Timing::Streamed { first_byte, .. } => Limit {
                 span: first_byte,
                 what: "begin its answer",
-                setting: "limits.timeout_secs",
+                setting: Some(Setting::TimeoutSecs),
             },
             Timing::Unstreamed { whole } => Limit {
                 span: whole,
                 what: "finish its answer",
-                setting: "limits.unstreamed_timeout_secs",
+                setting: Some(Setting::UnstreamedTimeoutSecs),
             },
             Timing::Passing { head, .. } => Limit {
                 span: head,
                 what: "begin its answer",
-                setting: "limits.unstreamed_timeout_secs",
+                setting: Some(Setting::UnstreamedTimeoutSecs),
             },
         }
     }
@@ -139,7 +141,7 @@ impl Timing {
             Timing::Streamed { idle, .. } | Timing::Passing { idle, .. } => Some(Limit {
                 span: idle,
                 what: "send anything more",
-                setting: "limits.idle_secs",
+                setting: Some(Setting::IdleSecs),
             }),
             Timing::Unstreamed { .. } => None,
         }
@@ -151,14 +153,25 @@ impl Timing {
 const AFTER_LAST_EVENT: Limit = Limit {
     span: Duration::from_secs(10),
     what: "close its finished answer",
-    setting: "a fixed limit",
+    setting: None,
 };
 
 #[derive(Clone, Copy, Debug)]
 struct Limit {
     span: Duration,
     what: &'static str,
-    setting: &'static str,
+    /// `None`: nobody can set it.
+    setting: Option<Setting>,
+}
+
+impl Limit {
+    /// What to change for another limit, in words.
+    fn name(self, provider: &Provider) -> Cow<'static, str> {
+        match self.setting {
+            Some(setting) => provider.settings.in_force.name(setting),
+            None => Cow::Borrowed("a fixed limit"),
+        }
+    }
 }
 
 /// The one timer of a call. Moving its end is a store; it is set again only when it fires early.
@@ -308,7 +321,7 @@ impl<'a> Attempt<'a> {
                 let limit = self.deadline.limit;
                 return Err(Failure::Upload(CallError::UploadStalled {
                     limit: limit.span,
-                    setting: limit.setting,
+                    setting: limit.name(self.provider),
                 }));
             }
             sent => sent?,
@@ -516,7 +529,7 @@ impl<'a> Attempt<'a> {
                 provider: self.provider.name().clone(),
                 what: limit.what,
                 limit: limit.span,
-                setting: limit.setting,
+                setting: limit.name(self.provider),
             })),
         }
     }
@@ -527,7 +540,7 @@ impl<'a> Attempt<'a> {
                 provider: self.provider.name().clone(),
                 what: "accept a connection",
                 limit: self.provider.settings.limits.connect,
-                setting: "limits.connect_secs",
+                setting: self.provider.settings.in_force.name(Setting::ConnectSecs),
             });
         }
         let is_connect = error.is_connect();
@@ -706,7 +719,7 @@ mod tests {
     }
 
     /// The setting that ended a call, if one did.
-    fn ended_by<T>(result: Result<T, Failure>) -> Option<&'static str> {
+    fn ended_by<T>(result: Result<T, Failure>) -> Option<Cow<'static, str>> {
         match result {
             Ok(_) => None,
             Err(Failure::Error {
@@ -809,7 +822,12 @@ mod tests {
             ("ollama", false, 9 * MINUTE, None),
             ("llama-cpp", true, 9 * MINUTE, None),
             ("lm-studio", true, 9 * MINUTE, None),
-            ("ollama", true, 11 * MINUTE, Some("limits.timeout_secs")),
+            (
+                "ollama",
+                true,
+                11 * MINUTE,
+                Some("provider.ollama.timeout_secs"),
+            ),
             ("openai", true, 119 * MINUTE / 60, None),
             (
                 "openai",
@@ -839,7 +857,7 @@ mod tests {
                 Clock::Tokio,
             );
             let head = attempt.watch(pin!(tokio::time::sleep(after))).await;
-            assert_eq!(ended_by(head), cut, "{name} after {after:?}");
+            assert_eq!(ended_by(head).as_deref(), cut, "{name} after {after:?}");
         }
     }
 
@@ -866,7 +884,7 @@ mod tests {
         let (result, took) = relayed("openai", Framing::Sse, chunks, Duration::ZERO).await;
         let event = matches!(result, Err(Failure::Error { event: true, .. }));
         assert!(event, "between two events there is room for one more");
-        assert_eq!(ended_by(result), Some("limits.idle_secs"));
+        assert_eq!(ended_by(result).as_deref(), Some("limits.idle_secs"));
         let expected = 12 * MINUTE;
         assert!(
             (expected..expected + MINUTE / 60).contains(&took),
@@ -885,7 +903,10 @@ mod tests {
         let (result, _) = relayed("openai", Framing::Json, parts(4 * MINUTE), MINUTE / 60).await;
         assert_eq!(ended_by(result), None);
         let (result, took) = relayed("openai", Framing::Json, parts(6 * MINUTE), MINUTE / 60).await;
-        assert_eq!(ended_by(result), Some("limits.unstreamed_timeout_secs"));
+        assert_eq!(
+            ended_by(result).as_deref(),
+            Some("limits.unstreamed_timeout_secs")
+        );
         assert!((10 * MINUTE..11 * MINUTE).contains(&took), "{took:?}");
     }
 
@@ -910,7 +931,7 @@ mod tests {
         ] {
             let chunks = vec![(MINUTE, chunk.clone()), (60 * MINUTE, chunk.clone())];
             let (result, took) = relayed("openai", framing, chunks, 30 * MINUTE).await;
-            assert_eq!(ended_by(result), Some(setting));
+            assert_eq!(ended_by(result).as_deref(), Some(setting));
             // The chunk, until the reader takes it, and what was left of the limit then.
             let expected = 30 * MINUTE + left;
             assert!(

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use rusqlite::{Connection, OpenFlags};
+use rusqlite::{Connection, ErrorCode, OpenFlags};
 
 use crate::clock::Clock;
 use crate::keys::{self, ACCESS_TOKEN, KeyError, KeyState};
@@ -170,9 +170,25 @@ fn database(path: &Path) -> Finding {
         connection.busy_timeout(Duration::from_secs(2))?;
         connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
     };
+    let damaged = |what: &str| {
+        Finding::wrong(format!(
+            "database {place} is damaged ({}): Traygate sets it aside under a new name and begins \
+             a fresh one, soon after its next start at the latest; what can be saved of the old \
+             one, `sqlite3 THE_FILE .recover` prints as SQL",
+            what.replace('\n', " ")
+        ))
+    };
     match whole() {
         Ok(answer) if answer == "ok" => Finding::well(format!("database {place} is whole")),
-        Ok(answer) => Finding::wrong(format!("database {place} is damaged: {answer}")),
+        Ok(answer) => damaged(&answer),
+        Err(error)
+            if matches!(
+                error.sqlite_error_code(),
+                Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
+            ) =>
+        {
+            damaged(&error.to_string())
+        }
         Err(error) => Finding::wrong(format!("database {place} cannot be read: {error}")),
     }
 }
@@ -597,7 +613,9 @@ mod tests {
             "this is no database, and long enough to be looked at".repeat(40),
         )
         .unwrap();
-        assert_eq!(database(&path).level, Level::Wrong);
+        let damaged = database(&path);
+        assert_eq!(damaged.level, Level::Wrong);
+        assert!(damaged.text.contains("sets it aside"), "{}", damaged.text);
     }
 
     #[test]

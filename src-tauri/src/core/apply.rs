@@ -1,21 +1,32 @@
 //! Settings that change while Traygate runs: a patch or a hand edit takes effect without a restart
 //! and without cutting a call. Calls in flight keep what they began with.
 
+use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use serde_json::Value as Json;
 use tracing::{info, warn};
 
 use super::{Core, World};
 use crate::call::breaker::report;
+use crate::cli::check::port_owner;
 use crate::events::{Change, Event};
-use crate::listen::{Doors, Move};
+use crate::listen::{Doors, ListenError, Move};
 use crate::provider::state::Command;
 use crate::provider::{Provider, recovery};
 use crate::run::{point_at_demo, refuse_loops, settings_warnings, wanted_keys, warn_without_token};
-use crate::settings::on_disk::{PatchError, SettingsFile, Snapshot};
-use crate::settings::{Settings, live};
+use crate::settings::on_disk::{Edit, PatchError, SettingsFile, Snapshot};
+use crate::settings::{FileWork, PATIENCE, Settings, SettingsError, live};
+
+/// How long a patch waits for its turn, and then for a file that something else writes: it must not
+/// take effect when whoever asked has long given up.
+const TURN: Duration = Duration::from_secs(10);
+
+/// How long a change that lets others in waits for the keyring to say whether they can come in.
+const KEYRING_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What it takes to change settings, beside the settings.
 #[derive(Default)]
@@ -25,6 +36,7 @@ pub struct Control {
     doors: Option<Doors>,
     /// One change at a time, from reading the file to its taking effect.
     changes: tokio::sync::Mutex<()>,
+    files: FileWork,
     // std Mutex: held for a look, never across an await.
     refusal: Mutex<Option<String>>,
 }
@@ -77,7 +89,11 @@ impl Core {
     pub fn described_settings(&self) -> (Json, String) {
         let world = self.world();
         let file = self.control.file.as_ref();
-        let present = file.and_then(|file| file.snapshot().ok());
+        let present = file.and_then(|file| {
+            let reads = file.clone();
+            let read = self.control.files.wait_for(move || reads.snapshot());
+            read.ok()?.ok()
+        });
         let etag = match present {
             Some(snapshot) => snapshot.etag(),
             None => Snapshot {
@@ -97,7 +113,18 @@ impl Core {
 
     /// What was set and cannot work, or does nothing, in words.
     pub fn settings_warnings(&self) -> Vec<String> {
-        settings_warnings(&self.world().settings)
+        let settings = &self.world().settings;
+        let mut warnings = settings_warnings(settings);
+        warnings.extend(self.without_token(settings).map(str::to_owned));
+        warnings
+    }
+
+    /// What to say where callers from elsewhere are all refused.
+    fn without_token(&self, settings: &Settings) -> Option<&'static str> {
+        let is_missing = !settings.server.host.is_empty() && self.keys.access_token().is_none();
+        is_missing.then_some(
+            "server.host is set and no access token is known: calls from there are refused until `traygate key set access-token` has been run",
+        )
     }
 
     /// Reads the keys of the OS keyring anew.
@@ -120,7 +147,12 @@ impl Core {
         let core = self.clone();
         // A task of its own: who asked may leave in the middle of it.
         let change = tokio::spawn(async move {
-            let _one_at_a_time = core.control.changes.lock().await;
+            let turn = tokio::time::timeout(TURN, core.control.changes.lock());
+            let Ok(_one_at_a_time) = turn.await else {
+                return Err(PatchError::NotApplied(
+                    "other changes of the settings are not done yet: try again".to_owned(),
+                ));
+            };
             core.patch_alone(patch, if_match).await
         });
         change.await.unwrap_or_else(|failed| {
@@ -137,9 +169,16 @@ impl Core {
     ) -> Result<Applied, PatchError> {
         let file = self.control.file.clone().ok_or(PatchError::NoFile)?;
         let in_force = self.world().settings.source.text.clone();
+        let still = tokio::time::timeout(TURN, self.still(&file, &in_force)).await;
+        let Ok(before) = still else {
+            return Err(PatchError::NotApplied(
+                "the settings file is being written by something else: try again".to_owned(),
+            ));
+        };
+        let before = before?;
         let patched = {
             let file = file.clone();
-            off_the_runtime(move || file.patch(&patch, if_match.as_deref(), &in_force))
+            off_the_runtime(move || file.patch_onto(before, &patch, if_match.as_deref(), &in_force))
         };
         let mut edit = patched.await?;
         let changed = std::mem::take(&mut edit.changed);
@@ -147,7 +186,7 @@ impl Core {
             .prepare(edit.settings.clone())
             .await
             .map_err(PatchError::NotApplied)?;
-        let etag = match off_the_runtime(move || file.write(&edit)).await {
+        let etag = match self.write(file, edit).await {
             Ok(etag) => etag,
             Err(error) => {
                 self.give_up(ready);
@@ -165,29 +204,88 @@ impl Core {
         })
     }
 
-    /// Looks whether the settings file is another than what is in force, and lets it take effect.
-    /// A bad one is refused, and said so until there is a good one.
-    pub(crate) async fn look_at_settings_file(self: &Arc<Core>, file: &SettingsFile) {
-        let _one_at_a_time = self.control.changes.lock().await;
-        let in_force = self.world().settings.source.text.clone();
-        let read = {
-            let file = file.clone();
-            off_the_runtime(move || {
-                let snapshot = file.snapshot()?;
-                let is_news = snapshot.bytes != in_force.as_bytes();
-                let gone = !snapshot.exists && !in_force.is_empty();
-                if gone {
-                    return Ok(live::Found::Gone);
-                }
-                match is_news {
-                    true => file
-                        .settings(&snapshot)
-                        .map(|new| live::Found::New(Box::new(new))),
-                    false => Ok(live::Found::InForce),
-                }
-            })
+    async fn read(&self, file: &SettingsFile) -> Result<Snapshot, SettingsError> {
+        let reads = file.clone();
+        let read = self.control.files.done(move || reads.snapshot()).await;
+        read.unwrap_or_else(|error| Err(file.unreadable(&error)))
+    }
+
+    /// The file once nobody writes to it any more. As it is in force it is taken at once.
+    async fn still(&self, file: &SettingsFile, in_force: &str) -> Result<Snapshot, SettingsError> {
+        let mut found = self.read(file).await?;
+        let mut stood = Duration::ZERO;
+        while found.bytes != in_force.as_bytes() && stood < live::must_stand(&found) {
+            tokio::time::sleep(live::GLANCE).await;
+            stood += live::GLANCE;
+            let now = self.read(file).await?;
+            if now != found {
+                (found, stood) = (now, Duration::ZERO);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Writes it soon or never: whoever asked has left when a file system comes back that hung.
+    async fn write(&self, file: SettingsFile, edit: Edit) -> Result<String, PatchError> {
+        let path = file.path.clone();
+        let decided = Arc::new(AtomicBool::new(false));
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let writes = {
+            let decided = decided.clone();
+            move || drop(tell.send(file.write_unless(&edit, &decided)))
         };
-        let refusal = match read.await {
+        if let Err(source) = self.control.files.done(writes).await
+            && !decided.swap(true, Ordering::AcqRel)
+        {
+            return Err(PatchError::Write { path, source });
+        }
+        // Done, or in its last step. Should that hang too and yet succeed, it is found in the file
+        // as a hand edit is.
+        match tokio::time::timeout(PATIENCE, told).await {
+            Ok(Ok(written)) => written,
+            Ok(Err(_)) | Err(_) => Err(PatchError::Write {
+                path,
+                source: io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "the file system does not say whether it did: read the settings again",
+                ),
+            }),
+        }
+    }
+
+    /// Looks whether the settings file is another than what is in force, and lets it take effect
+    /// once it stands still. A bad one is refused, and said so until there is a good one.
+    pub(crate) async fn look_at_settings_file(self: &Arc<Core>, file: &SettingsFile) {
+        loop {
+            let in_force = self.world().settings.source.text.clone();
+            // Without the turn: patches need not wait for it.
+            let found = self.still(file, &in_force).await;
+            let _one_at_a_time = self.control.changes.lock().await;
+            let is_still = match &found {
+                Ok(found) => self.read(file).await.as_ref() == Ok(found),
+                // Whoever mends it is told of by an event.
+                Err(_) => true,
+            };
+            if is_still && self.world().settings.source.text == in_force {
+                return self.found(file, found).await;
+            }
+        }
+    }
+
+    async fn found(self: &Arc<Core>, file: &SettingsFile, found: Result<Snapshot, SettingsError>) {
+        let in_force = self.world().settings.source.text.clone();
+        let read = match found {
+            Ok(found) if found.bytes == in_force.as_bytes() => Ok(live::Found::InForce),
+            Ok(found) if !found.exists => Ok(live::Found::Gone),
+            Ok(found) => {
+                let file = file.clone();
+                off_the_runtime(move || file.settings(&found))
+                    .await
+                    .map(|new| live::Found::New(Box::new(new)))
+            }
+            Err(error) => Err(error),
+        };
+        let refusal = match read {
             Ok(live::Found::InForce) => None,
             Ok(live::Found::Gone) => Some(format!(
                 "{} is gone; the settings go on as they were",
@@ -206,9 +304,18 @@ impl Core {
 
     async fn hand_edit(self: &Arc<Core>, settings: Settings) -> Result<(), String> {
         let changed = settings.differences(&self.world().settings);
+        let (changed, overridden) = settings.source.overrides.part(changed);
         let ready = self.prepare(settings).await?;
         self.take_effect(ready).await;
-        info!(?changed, "the settings file was edited and is in force");
+        if !overridden.is_empty() {
+            warn!(
+                ?overridden,
+                "the settings file was edited where something else wins over it"
+            );
+        }
+        if !changed.is_empty() || overridden.is_empty() {
+            info!(?changed, "the settings file was edited and is in force");
+        }
         Ok(())
     }
 
@@ -246,8 +353,11 @@ impl Core {
                 true => doors.port(),
                 false => new.port,
             };
-            let moved = doors.prepare(port, &new.host).await;
-            Some(moved.map_err(|error| error.to_string())?)
+            match doors.prepare(port, &new.host).await {
+                Ok(moved) => Some(moved),
+                // Looks through all processes.
+                Err(error) => return Err(off_the_runtime(move || cannot_listen(&error)).await),
+            }
         };
         let port = moved
             .as_ref()
@@ -303,10 +413,14 @@ impl Core {
             }
             open.commit(moved).await;
         }
-        if old.settings.server.host.is_empty() && !new.settings.server.host.is_empty() {
-            tokio::spawn(warn_without_token(self.keys.clone()));
-        }
         self.events.tell(|| Event::State(Change::Settings));
+        if !new.settings.server.host.is_empty() {
+            if old.settings.server.host.is_empty() {
+                tokio::spawn(warn_without_token(self.keys.clone()));
+            }
+            self.keys.ready(KEYRING_PATIENCE).await;
+            warnings.extend(self.without_token(&new.settings).map(str::to_owned));
+        }
         InEffect { address, warnings }
     }
 
@@ -357,7 +471,26 @@ impl World {
     }
 }
 
-/// For what waits for a disk, or takes a while.
+/// Why new doors cannot be opened, with the setting and what to do.
+fn cannot_listen(error: &ListenError) -> String {
+    match error {
+        ListenError::Taken(address) => {
+            let owner = port_owner(address.port());
+            let owner = owner.as_deref().unwrap_or("another program");
+            format!(
+                "server.port: {error}: {owner} has it. Stop that, or choose another server.port"
+            )
+        }
+        ListenError::Refused { address, .. } if address.ip().is_loopback() => {
+            format!("server.port: {error}. Choose another server.port")
+        }
+        ListenError::Refused { .. } => {
+            format!("server.host: {error}. Take it out of server.host, or correct it")
+        }
+    }
+}
+
+/// For what takes a while.
 async fn off_the_runtime<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => done,

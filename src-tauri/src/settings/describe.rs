@@ -31,7 +31,8 @@ impl Settings {
     /// A setting has `value`, `default`, `from` (`default`, `file`, `flag`, `environment`; at a
     /// provider also `inherited`, from `[limits]` or `[breaker]`), `locked_by` (the flag or
     /// variable that wins over the file, or null), `about`, `takes`, and where it has them `unit`,
-    /// `range` and `choices`. Of `headers` only the names are shown.
+    /// `range` and `choices`. Of `headers` only the names are shown,
+    /// as a list.
     pub(crate) fn describe(&self, path: Option<&Path>) -> Json {
         let describing = Describing {
             // The text has been read once already.
@@ -145,6 +146,12 @@ impl Describing<'_> {
                 Some(explained) => &explained.about,
                 None => EXPLANATIONS.provider_key(key).unwrap_or_default(),
             };
+            // Their values may be credentials.
+            let names_only = "Only the names are shown here: a patch gives names and values.";
+            let about = match *key {
+                "headers" => &format!("{about}. {names_only}"),
+                _ => about,
+            };
             let told = self.field(&field, value, default, from, about, kind);
             fields.insert((*key).to_owned(), told);
         }
@@ -158,13 +165,7 @@ impl Describing<'_> {
 
     /// Where a setting that the provider's own section does not have comes from.
     fn inherited(&self, provider: &ProviderSettings, key: &str) -> &'static str {
-        let local = [
-            "concurrency",
-            "queue_secs",
-            "timeout_secs",
-            "unstreamed_timeout_secs",
-        ];
-        if provider.local && local.contains(&key) {
+        if provider.local && file::GivenLimits::LOCAL_KEYS.contains(&key) {
             return "default";
         }
         let sections = ["limits", "breaker"];

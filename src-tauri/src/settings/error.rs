@@ -38,8 +38,11 @@ impl fmt::Display for SettingsError {
         }
         if !self.field.is_empty() {
             write!(f, "{separator}{}", self.field)?;
+            separator = ", ";
         }
-        write!(f, ": {}", self.reason)?;
+        // Nothing in front of it where whoever shows it has named the file.
+        let colon = if separator.is_empty() { "" } else { ": " };
+        write!(f, "{colon}{}", self.reason)?;
         if let Some(help) = &self.help {
             write!(f, ". {help}")?;
         }
@@ -206,5 +209,7 @@ mod tests {
         );
         let flag = Fault::new(None, "--port", "must be less").of_a_flag();
         assert_eq!(flag.to_string(), "--port: must be less");
+        let alone = Fault::new(None, "", "cannot be read").of_a_flag();
+        assert_eq!(alone.to_string(), "cannot be read");
     }
 }

@@ -1,6 +1,6 @@
 //! Turns the text of `config.toml` into [`Settings`]: every key, its range and its default.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -126,6 +126,7 @@ fn server(mut section: Section<'_>) -> Result<ServerSettings, Fault> {
         .unwrap_or_else(|| PLACEHOLDER_KEYS.iter().map(ToString::to_string).collect());
     let settings = ServerSettings {
         host: beyond_loopback(&host),
+        unheard_loopback: unheard_loopback(&host),
         port: u16::try_from(port).unwrap_or(u16::MAX),
         placeholder_keys,
         allowed_hosts: section
@@ -155,6 +156,16 @@ pub(super) fn beyond_loopback(host: &[IpAddr]) -> Vec<IpAddr> {
         }
     }
     beyond
+}
+
+/// The loopback addresses beside those that are always listened on.
+pub(super) fn unheard_loopback(host: &[IpAddr]) -> Vec<IpAddr> {
+    let heard = [
+        IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::LOCALHOST),
+    ];
+    let unheard = |address: &&IpAddr| address.is_loopback() && !heard.contains(address);
+    host.iter().filter(unheard).copied().collect()
 }
 
 fn ip_address(text: &str) -> Result<IpAddr, &'static str> {
@@ -328,7 +339,7 @@ fn budget(mut section: Section<'_>) -> Result<Budget, Fault> {
 
 /// What `[limits]` or a provider says; what it does not say stays as it was.
 #[derive(Default)]
-struct GivenLimits {
+pub(super) struct GivenLimits {
     concurrency: Option<u32>,
     queue: Option<u32>,
     queue_wait: Option<Duration>,
@@ -350,6 +361,14 @@ impl GivenLimits {
         unstreamed: Some(Duration::from_secs(600)),
         idle: None,
     };
+
+    /// What [`GivenLimits::LOCAL`] says, by its keys.
+    pub(super) const LOCAL_KEYS: [&'static str; 4] = [
+        "concurrency",
+        "queue_secs",
+        "timeout_secs",
+        "unstreamed_timeout_secs",
+    ];
 
     fn read(section: &mut Section<'_>) -> Result<Self, Fault> {
         Ok(Self {
@@ -506,10 +525,12 @@ impl<'t> GivenProvider<'t> {
             .unwrap_or(provider.kind == ProviderKind::OpenAi);
         // After `local`, which decides what these start from.
         if provider.local {
-            GivenLimits::LOCAL.apply(&mut provider.limits);
+            start_local(provider);
         }
         self.limits.apply(&mut provider.limits);
         self.breaker.apply(&mut provider.breaker);
+        let is_own = |key: &str| self.section.has(key);
+        provider.in_force.are_its_own(&provider.name, is_own);
         Ok(())
     }
 }
@@ -535,12 +556,18 @@ fn providers(
     for provider in &mut providers {
         match given.iter().find(|theirs| *theirs.name == *provider.name) {
             Some(theirs) => theirs.change(provider)?,
-            None if provider.local => GivenLimits::LOCAL.apply(&mut provider.limits),
+            None if provider.local => start_local(provider),
             None => {}
         }
     }
     settle_defaults(&mut providers, &given)?;
     Ok(providers)
+}
+
+fn start_local(provider: &mut ProviderSettings) {
+    GivenLimits::LOCAL.apply(&mut provider.limits);
+    let is_own = |key: &str| GivenLimits::LOCAL_KEYS.contains(&key);
+    provider.in_force.are_its_own(&provider.name, is_own);
 }
 
 /// A default of the file's beats a shipped one of its dialect; two of the file's are a mistake.
@@ -668,7 +695,12 @@ fn key_source(section: &mut Section<'_>) -> Result<Option<KeySource>, Fault> {
 /// Reads an upstream address. It may hold a credential by mistake, so it is never repeated.
 fn base_url(text: &str) -> Result<Url, &'static str> {
     const MUST: &str = "must be an address, as in https://api.example.com/v1";
-    let url = Url::parse(text.trim()).map_err(|_| MUST)?;
+    // The parser takes out line ends and tabs without a word.
+    let text = text.trim();
+    if text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        return Err("must be one address, without spaces or line ends in it");
+    }
+    let url = Url::parse(text).map_err(|_| MUST)?;
     if !matches!(url.scheme(), "http" | "https") {
         return Err("must begin with http:// or https://");
     }

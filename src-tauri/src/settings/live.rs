@@ -15,15 +15,33 @@ use tokio::sync::Notify;
 use tracing::{debug, warn};
 
 use super::Settings;
-use super::on_disk::SettingsFile;
+use super::on_disk::{SettingsFile, Snapshot};
 use crate::core::{Core, Phase};
 
-/// An editor writes in several steps: it is looked once it has been quiet for so long,
+/// An editor makes several events of one change: it is looked once it has been quiet for so long,
 const QUIET: Duration = Duration::from_millis(100);
 /// and at the latest after so many times that, in a folder that is never quiet.
 const MOST_WAITS: u32 = 10;
 /// How often it is looked where the system tells of nothing.
 const WITHOUT_EVENTS: Duration = Duration::from_secs(2);
+
+/// How often a file that is another than what is in force is read, until it stands still.
+pub(crate) const GLANCE: Duration = Duration::from_millis(100);
+/// How long other text must stand in the file before it counts: a half-written one has settings
+/// that nobody meant.
+const STILL: Duration = Duration::from_millis(300);
+/// And how long nothing at all, with which a shell begins whatever it writes.
+const STILL_EMPTY: Duration = Duration::from_secs(2);
+
+/// How long the file must stand still as it was found.
+pub(crate) fn must_stand(found: &Snapshot) -> Duration {
+    let is_empty = found.bytes.trim_ascii().is_empty();
+    if found.exists && is_empty {
+        STILL_EMPTY
+    } else {
+        STILL
+    }
+}
 
 /// What a look at the file found.
 pub(crate) enum Found {

@@ -9,9 +9,11 @@ mod edit;
 mod error;
 mod explained;
 mod file;
+mod in_force;
 pub mod live;
 pub mod on_disk;
 mod patch;
+mod read;
 mod section;
 mod shipped;
 
@@ -29,6 +31,8 @@ use wildmatch::WildMatch;
 use crate::policy::breaker::BreakerSettings;
 
 pub use error::SettingsError;
+pub use in_force::{InForce, Setting};
+pub(crate) use read::{FileWork, PATIENCE};
 
 /// The commented file, as it is written on the first start. It changes nothing.
 pub const DEFAULT_FILE: &str = include_str!("default.toml");
@@ -75,6 +79,8 @@ impl fmt::Debug for Source {
 pub struct ServerSettings {
     /// Beyond loopback, which is always listened on and never in here.
     pub host: Vec<IpAddr>,
+    /// Loopback addresses that were asked for and are not listened on: 127.0.0.2, say.
+    pub unheard_loopback: Vec<IpAddr>,
     /// 0 asks the system for a free one.
     pub port: u16,
     /// What tools send as a key when they have none.
@@ -242,6 +248,8 @@ pub struct ProviderSettings {
     pub shipped: bool,
     pub limits: Limits,
     pub breaker: BreakerSettings,
+    /// Where those two come from.
+    pub in_force: InForce,
     /// Where the key goes if not where `kind` puts it.
     pub auth_header: Option<HeaderName>,
     /// Added to every request. Marked sensitive: `Debug` does not show the values.
@@ -446,6 +454,19 @@ impl Overrides {
         self.winner(field).map(|flag| self.written(flag))
     }
 
+    /// Parts changed fields into those that are in force and those over which something else
+    /// wins, with what does: `server.port (--port)`.
+    pub(crate) fn part(&self, fields: Vec<String>) -> (Vec<String>, Vec<String>) {
+        let (mut in_force, mut overridden) = (Vec::new(), Vec::new());
+        for field in fields {
+            match self.locks(&field) {
+                Some(by) => overridden.push(format!("{field} ({by})")),
+                None => in_force.push(field),
+            }
+        }
+        (in_force, overridden)
+    }
+
     fn written(&self, flag: Flag) -> String {
         if self.from_variables.contains(&flag) {
             format!("TRAYGATE_{}", flag.name().replace('-', "_").to_uppercase())
@@ -469,14 +490,8 @@ impl Settings {
     /// # Errors
     /// The first thing that is wrong, or why the file cannot be read.
     pub fn load(path: &Path, overrides: &Overrides) -> Result<Settings, SettingsError> {
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => {
-                return Err(unreadable(path, None, format!("cannot be read: {error}")));
-            }
-        };
-        Self::of_bytes(&bytes, path, overrides)
+        let bytes = read::read(path).map_err(|error| not_read(path, &error))?;
+        Self::of_bytes(&bytes.unwrap_or_default(), path, overrides)
     }
 
     /// What a file at `path` with these bytes says.
@@ -510,6 +525,7 @@ impl Settings {
     fn lay_over(&mut self, overrides: &Overrides) -> Result<(), SettingsError> {
         if let Some(host) = &overrides.host {
             self.server.host = file::beyond_loopback(host);
+            self.server.unheard_loopback = file::unheard_loopback(host);
         }
         if let Some(port) = overrides.port {
             self.server.port = port;
@@ -519,6 +535,7 @@ impl Settings {
             self.dedup.window = within("--dedup-secs", window.as_secs_f64(), &range, window)?;
         }
         for provider in &mut self.providers {
+            provider.in_force.lay_over(&provider.name, overrides);
             let limits = &mut provider.limits;
             if let Some(timeout) = overrides.timeout {
                 let range = file::TIMEOUT_SECS;
@@ -548,6 +565,10 @@ impl Settings {
                 self.notify != default.notify,
                 "[notify] is not in effect in this version",
             ),
+            (
+                !self.server.unheard_loopback.is_empty(),
+                "server.host has other loopback addresses than 127.0.0.1 and ::1, which are not listened on: call 127.0.0.1 or [::1]",
+            ),
         ];
         told.into_iter()
             .filter(|(is_set, _)| *is_set)
@@ -569,6 +590,11 @@ impl Settings {
             .iter()
             .find(|provider| provider.default && same_bare_paths(provider.kind, kind))
     }
+}
+
+/// The file is there and cannot be read.
+fn not_read(path: &Path, error: &io::Error) -> SettingsError {
+    unreadable(path, None, format!("cannot be read: {error}"))
 }
 
 /// The file as a whole is at fault, or a line of it that is no text.

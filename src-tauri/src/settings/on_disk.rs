@@ -3,12 +3,16 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use serde_json::Value as Json;
 use sha2::{Digest as _, Sha256};
 
 use super::patch::{self, Unfit};
+use super::read::read;
 use super::{DEFAULT_FILE, Overrides, Settings, SettingsError};
+
+static DRAFTS: AtomicU32 = AtomicU32::new(0);
 
 /// Links that are followed to the file, as many as Linux does.
 const MOST_LINKS: usize = 40;
@@ -94,23 +98,19 @@ impl SettingsFile {
     /// The file as it is now; a missing one is empty.
     ///
     /// # Errors
-    /// It is there and cannot be read.
+    /// It is there and cannot be read, or it is no regular file.
     pub fn snapshot(&self) -> Result<Snapshot, SettingsError> {
-        match fs::read(&self.path) {
-            Ok(bytes) => Ok(Snapshot {
-                bytes,
-                exists: true,
-            }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Snapshot {
-                bytes: Vec::new(),
-                exists: false,
-            }),
-            Err(error) => Err(super::unreadable(
-                &self.path,
-                None,
-                format!("cannot be read: {error}"),
-            )),
-        }
+        let read = read(&self.path).map_err(|error| self.unreadable(&error))?;
+        let exists = read.is_some();
+        Ok(Snapshot {
+            bytes: read.unwrap_or_default(),
+            exists,
+        })
+    }
+
+    /// Why there is nothing to be had from the file.
+    pub(crate) fn unreadable(&self, error: &io::Error) -> SettingsError {
+        super::not_read(&self.path, error)
     }
 
     /// The settings in it, with what wins over them.
@@ -132,7 +132,17 @@ impl SettingsFile {
         if_match: Option<&str>,
         in_force: &str,
     ) -> Result<Edit, PatchError> {
-        let before = self.snapshot()?;
+        self.patch_onto(self.snapshot()?, patch, if_match, in_force)
+    }
+
+    /// The same onto a state that has been read.
+    pub(crate) fn patch_onto(
+        &self,
+        before: Snapshot,
+        patch: &Json,
+        if_match: Option<&str>,
+        in_force: &str,
+    ) -> Result<Edit, PatchError> {
         if let Some(wanted) = if_match
             && !matches(wanted, &before.etag())
         {
@@ -192,6 +202,16 @@ impl SettingsFile {
     /// # Errors
     /// [`PatchError::Stale`] if something else has written since, [`PatchError::Write`].
     pub fn write(&self, edit: &Edit) -> Result<String, PatchError> {
+        self.write_unless(edit, &AtomicBool::new(false))
+    }
+
+    /// The same, unless `decided` is set before the file changes: then whoever asked has been told
+    /// that nothing comes of it. Sets it where it is not.
+    pub(crate) fn write_unless(
+        &self,
+        edit: &Edit,
+        decided: &AtomicBool,
+    ) -> Result<String, PatchError> {
         let failed = |source| PatchError::Write {
             path: self.path.clone(),
             source,
@@ -210,13 +230,17 @@ impl SettingsFile {
         };
         fs::create_dir_all(folder).map_err(failed)?;
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let draft = folder.join(format!(".{name}.{}.tmp", std::process::id()));
+        // Never that of an edit that was given up and still hangs.
+        let number = DRAFTS.fetch_add(1, Ordering::Relaxed);
+        let draft = folder.join(format!(".{name}.{}.{number}.tmp", std::process::id()));
         let written = write_draft(&draft, &target, &after.bytes)
             .map_err(failed)
             .and_then(|()| {
                 // As late as can be: a hand edit since the patch was made must not be lost.
                 let present = self.snapshot()?;
-                if present == edit.before {
+                if decided.swap(true, Ordering::AcqRel) {
+                    Err(failed(io::ErrorKind::TimedOut.into()))
+                } else if present == edit.before {
                     fs::rename(&draft, &target).map_err(failed)
                 } else {
                     Err(PatchError::Stale {
@@ -361,6 +385,20 @@ mod tests {
         }
         let left: Vec<_> = fs::read_dir(folder.path()).expect("readable").collect();
         assert!(left.is_empty(), "no draft stays behind: {left:?}");
+    }
+
+    #[test]
+    fn an_edit_that_was_given_up_is_never_written() {
+        let folder = tempfile::tempdir().expect("a scratch folder");
+        let file = file(folder.path(), "[limits]\nqueue = 1\n");
+        let before = file.snapshot().expect("readable");
+        let decided = AtomicBool::new(true);
+        let error = file.write_unless(&edit(&file), &decided);
+        assert!(matches!(error, Err(PatchError::Write { .. })), "{error:?}");
+        assert_eq!(file.snapshot().expect("readable"), before);
+        let decided = AtomicBool::new(false);
+        file.write_unless(&edit(&file), &decided).expect("written");
+        assert!(decided.into_inner(), "too late to give it up");
     }
 
     #[test]

@@ -121,6 +121,11 @@ impl<'t> Section<'t> {
         Fault::new(at.or(self.at.clone()), self.field(key), reason)
     }
 
+    /// Whether the file has a key that was read.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.asked.get(key).is_some_and(Option::is_some)
+    }
+
     fn field(&self, key: &str) -> String {
         if self.place.is_empty() {
             format!("`{key}`")

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use url::Url;
 
-use super::{KeySource, Limits, ProviderKind, ProviderSettings};
+use super::{InForce, KeySource, Limits, ProviderKind, ProviderSettings};
 use crate::policy::breaker::BreakerSettings;
 
 /// Where a demo is before it listens. Port 0 cannot be called: it fails at once.
@@ -72,6 +72,7 @@ pub(super) fn blank(
         shipped: false,
         limits: limits.clone(),
         breaker: breaker.clone(),
+        in_force: InForce::default(),
         auth_header: None,
         headers: Vec::new(),
         ca_file: None,

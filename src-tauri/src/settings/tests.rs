@@ -310,6 +310,10 @@ fn every_refusal_names_line_field_and_reason() {
             "line 3, provider \"openai\" headers: must not be host, which Traygate sets itself",
         ),
         (
+            "[[provider]]\nname = \"openai\"\nbase_url = \"http://h/v1\\n/x\"",
+            "line 3, provider \"openai\" base_url: must be one address, without spaces or line ends in it",
+        ),
+        (
             "[server]\nport = 1\nport = 2",
             "line 3: this is not TOML: duplicate key",
         ),
@@ -490,6 +494,26 @@ fn flags_win_over_the_file_for_every_provider() {
     assert_eq!(
         Settings::parse("", &overrides).unwrap_err().to_string(),
         "--concurrency: must be 1 to 10000, is 0"
+    );
+}
+
+#[test]
+fn a_changed_field_that_something_wins_over_is_not_in_force() {
+    let overrides = Overrides {
+        port: Some(1),
+        concurrency: Some(2),
+        from_variables: vec![Flag::Concurrency],
+        ..Overrides::default()
+    };
+    let fields = ["limits.queue", "provider.b.concurrency", "server.port"];
+    let (in_force, overridden) = overrides.part(fields.map(str::to_owned).to_vec());
+    assert_eq!(in_force, ["limits.queue"]);
+    assert_eq!(
+        overridden,
+        [
+            "provider.b.concurrency (TRAYGATE_CONCURRENCY)",
+            "server.port (--port)"
+        ]
     );
 }
 

@@ -3,12 +3,13 @@
 //! No channel: its node is an allocation a message, and its wake-up a system call a message. Here
 //! a hand-over is a push, and the writer is woken only if it sleeps.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::HashSet;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use super::bodies::{self, Body};
 use super::retention::Tended;
-use super::{CallEnd, CallStart, StoreHealth};
+use super::{CallEnd, CallId, CallStart, StoreHealth};
 use crate::settings::LogSettings;
 
 /// Rows that may wait in memory; the design's number. Past it, ends are dropped and counted.
@@ -21,6 +22,10 @@ const MAX_ERROR: usize = 2048;
 /// Rows handed over, the writer's state, and the two ways to wait for it.
 #[derive(Debug, Default)]
 pub(super) struct Desk {
+    /// What the writer is writing. Locked before `inbox`, so that a row on its way from there to
+    /// here is never in neither.
+    // RwLock: the writer reads it for as long as a commit takes, and others look into it meanwhile.
+    batch: RwLock<Batch>,
     // std Mutex: held for a push or a swap, never across I/O or an await.
     inbox: Mutex<Inbox>,
     /// Wakes the writer.
@@ -51,6 +56,8 @@ struct Inbox {
     tended: Tended,
     recording: bool,
     error: Option<String>,
+    /// Why the file may be damaged, until it has been read through.
+    doubt: Option<String>,
     notice: Option<String>,
     /// The writer sleeps until it is woken; else it looks by itself within a batch's time.
     asleep: bool,
@@ -80,6 +87,12 @@ impl Batch {
         self.opened.is_empty() && self.ended.is_empty()
     }
 
+    /// Leaves out starts of calls whose end is there too.
+    fn drop_superfluous_starts(&mut self) {
+        let ended = ids_of(&self.ended);
+        self.opened.retain(|start| !ended.contains(&start.id));
+    }
+
     /// Empties it and gives back the memory of a jam.
     fn reset(&mut self) {
         const KEEP: usize = 4096;
@@ -88,6 +101,10 @@ impl Batch {
         self.ended.clear();
         self.ended.shrink_to(KEEP);
     }
+}
+
+fn ids_of(ends: &[CallEnd]) -> HashSet<CallId> {
+    ends.iter().map(|end| end.start.id).collect()
 }
 
 /// How the writer waits for its next turn.
@@ -196,18 +213,53 @@ impl Desk {
     }
 
     pub(super) fn health(&self) -> StoreHealth {
+        let batch = self.batch();
         let inbox = self.inbox();
-        let waiting = inbox.waiting();
+        // Not the sum of all hand-overs: a call may wait with its start and its end.
+        let ended = ids_of(&inbox.ended);
+        let starts = batch.opened.iter().chain(&inbox.opened);
+        let open = starts.filter(|start| !ended.contains(&start.id)).count();
         StoreHealth {
             recording: inbox.recording,
-            pending_rows: waiting.opened + waiting.ended,
+            pending_rows: open + batch.ended.len() + inbox.ended.len(),
             dropped_rows: inbox.dropped,
-            last_error: inbox.error.clone(),
+            last_error: inbox.error.clone().or_else(|| inbox.doubt.clone()),
             notice: inbox.notice.clone(),
             dropped_bodies: inbox.bodies_dropped,
             bytes: inbox.tended.bytes,
             warning: inbox.tended.warning.clone(),
         }
+    }
+
+    /// The end of a call that waits to be written.
+    pub(super) fn pending(&self, id: CallId) -> Option<CallEnd> {
+        let batch = self.batch();
+        let inbox = self.inbox();
+        // Newest first: those are asked for.
+        let mut ends = inbox.ended.iter().rev().chain(batch.ended.iter().rev());
+        ends.find(|end| end.start.id == id).cloned()
+    }
+
+    /// Somebody met what looks like damage: the writer has the file read through.
+    pub(super) fn suspect(&self, reason: &str) {
+        let mut inbox = self.inbox();
+        if inbox.closed || inbox.doubt.is_some() {
+            return;
+        }
+        inbox.doubt = Some(format!(
+            "the call log may be damaged ({reason}): it is being read through"
+        ));
+        drop(inbox);
+        self.wake();
+    }
+
+    /// Has the writer look now.
+    pub(super) fn wake(&self) {
+        let mut inbox = self.inbox();
+        inbox.hurry = true;
+        inbox.asleep = false;
+        drop(inbox);
+        self.work.notify_one();
     }
 
     pub(super) fn flush(&self, limit: Duration) -> bool {
@@ -272,9 +324,15 @@ impl Desk {
         }
     }
 
-    /// Moves what was handed over into `batch`; `spare` holds the two vectors that calls fill
+    /// What is to be written.
+    pub(super) fn batch(&self) -> RwLockReadGuard<'_, Batch> {
+        self.batch.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Moves what was handed over into the batch; `spare` holds the two vectors that calls fill
     /// meanwhile.
-    pub(super) fn take(&self, batch: &mut Batch, spare: &mut Batch) {
+    pub(super) fn take(&self, spare: &mut Batch) {
+        let mut batch = self.batch.write().unwrap_or_else(PoisonError::into_inner);
         let mut inbox = self.inbox();
         inbox.hurry = false;
         std::mem::swap(&mut inbox.opened, &mut spare.opened);
@@ -285,6 +343,7 @@ impl Desk {
         drop(inbox);
         batch.opened.append(&mut spare.opened);
         batch.ended.append(&mut spare.ended);
+        batch.drop_superfluous_starts();
         spare.reset();
     }
 
@@ -316,8 +375,9 @@ impl Desk {
         self.inbox().tended = tended;
     }
 
-    /// `batch` is in the database.
-    pub(super) fn committed(&self, batch: &mut Batch) {
+    /// The batch is in the database.
+    pub(super) fn committed(&self) {
+        let mut batch = self.batch.write().unwrap_or_else(PoisonError::into_inner);
         batch.reset();
         let mut inbox = self.inbox();
         inbox.held = Held::default();
@@ -328,8 +388,9 @@ impl Desk {
         self.settled.notify_all();
     }
 
-    /// `batch` waits on, less the starts that its ends made superfluous.
-    pub(super) fn kept(&self, batch: &Batch) {
+    /// The batch waits on, less the starts that its ends made superfluous.
+    pub(super) fn kept(&self) {
+        let batch = self.batch();
         let mut inbox = self.inbox();
         inbox.held = Held {
             opened: batch.opened.len(),
@@ -348,12 +409,23 @@ impl Desk {
         self.inbox().notice = Some(notice);
     }
 
+    pub(super) fn is_in_doubt(&self) -> bool {
+        self.inbox().doubt.is_some()
+    }
+
+    /// What was in doubt is sound, or no longer there; or `doubt` remains.
+    pub(super) fn doubt(&self, doubt: Option<String>) {
+        self.inbox().doubt = doubt;
+    }
+
     pub(super) fn dropped(&self) -> u64 {
         self.inbox().dropped
     }
 
     /// The writer has ended; what waits is lost.
     pub(super) fn close(&self, error: Option<String>) {
+        let mut batch = self.batch.write().unwrap_or_else(PoisonError::into_inner);
+        batch.reset();
         let mut inbox = self.inbox();
         let waiting = inbox.waiting();
         inbox.dropped += u64::try_from(waiting.ended).unwrap_or(u64::MAX);
@@ -363,6 +435,7 @@ impl Desk {
         inbox.bodies_dropped += u64::try_from(inbox.bodies.len()).unwrap_or(u64::MAX);
         inbox.bodies = Vec::new();
         inbox.recording = false;
+        inbox.doubt = None;
         inbox.closed = true;
         if error.is_some() {
             inbox.error = error;

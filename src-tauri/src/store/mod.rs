@@ -5,6 +5,7 @@
 //! log within its age and size; readers ([`queries`]) have connections of their own.
 
 pub mod bodies;
+mod checkup;
 mod database;
 mod folder_lock;
 mod inbox;
@@ -35,7 +36,7 @@ use crate::clock::{Clock, WallTime};
 use crate::settings::LogSettings;
 use bodies::Body;
 use inbox::Desk;
-use queries::{ReadError, Reader};
+use queries::{CallRow, ReadError, Reader};
 
 /// The database's name in the data folder.
 pub const DATABASE_FILE: &str = "traygate.db";
@@ -271,11 +272,12 @@ pub enum StoreError {
 pub struct StoreHealth {
     /// Whether a database is open for writing.
     pub recording: bool,
-    /// Rows that wait in memory for the next commit.
+    /// Calls that wait in memory for the next commit.
     pub pending_rows: usize,
     /// Calls that will never be on record: the wait was full, or the end came first.
     pub dropped_rows: u64,
-    /// Why rows wait, in words; `None` once a commit has worked again.
+    /// Why rows wait, in words, or why the file may be damaged; `None` once a commit has worked
+    /// again, or the file has been read through.
     pub last_error: Option<String>,
     /// What a person should know though it works: a damaged log was set aside, say.
     pub notice: Option<String>,
@@ -333,12 +335,38 @@ impl Store {
     }
 
     /// A reader of the record as it is on disk. Opened anew each time, since a damaged database
-    /// may have been set aside meanwhile.
+    /// may have been set aside meanwhile. [`Store::read`] also tells the writer of damage.
     ///
     /// # Errors
     /// As [`Reader::open`].
     pub fn reader(&self) -> Result<Reader, ReadError> {
         Reader::open(&self.folder)
+    }
+
+    /// Reads the record as it is on disk; blocks meanwhile.
+    ///
+    /// Where it meets what looks like damage, the writer has the whole file read through, and sets
+    /// it aside if that is true.
+    ///
+    /// # Errors
+    /// As [`Reader::open`], and those of `read`.
+    pub fn read<T>(
+        &self,
+        read: impl FnOnce(&Reader) -> Result<T, ReadError>,
+    ) -> Result<T, ReadError> {
+        let result = self.reader().and_then(|reader| read(&reader));
+        if let Err(error) = &result
+            && error.may_be_damage()
+        {
+            self.desk.0.suspect(&error.to_string());
+        }
+        result
+    }
+
+    /// A call that has ended and waits in memory to be written. One that is not here is on record
+    /// already, if it has ended: look here first.
+    pub fn pending(&self, id: CallId) -> Option<CallRow> {
+        self.desk.0.pending(id).as_ref().map(CallRow::from)
     }
 
     /// Hands over a call that has been identified. Moves the value and returns.

@@ -46,6 +46,22 @@ pub enum ReadError {
     Sqlite(#[from] rusqlite::Error),
 }
 
+impl ReadError {
+    /// Whether the file itself may be at fault: it makes no sense to SQLite, or to us.
+    pub(super) fn may_be_damage(&self) -> bool {
+        let Self::Sqlite(error) = self else {
+            return false;
+        };
+        database::is_damage(error)
+            || matches!(
+                error,
+                rusqlite::Error::InvalidColumnType(..)
+                    | rusqlite::Error::IntegralValueOutOfRange(..)
+                    | rusqlite::Error::FromSqlConversionFailure(..)
+            )
+    }
+}
+
 /// Which calls are asked for; what is `None` does not narrow.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CallFilter {

@@ -15,6 +15,7 @@ use super::pages::CallsQuery;
 use super::queries::{CallFilter, CallRow, Reader};
 use super::*;
 use crate::clock::{Clock, WallTime};
+use crate::settings::BodyLog;
 
 pub(super) const CLOCK: Clock = Clock::Boot;
 /// Far longer than anything here takes; a test that runs into it fails.
@@ -623,6 +624,33 @@ fn damage_in_mid_run_costs_no_waiting_row() {
     assert!(rows.iter().any(|row| row.id == last.id.to_string()));
     assert!(!names_with(folder.path(), "damaged").is_empty());
     assert_eq!(store.health().dropped_rows, 0);
+}
+
+#[test]
+fn damage_that_only_retention_meets_is_noticed() {
+    let folder = TempDir::new().expect("a folder");
+    let store = open(folder.path());
+    for _ in 0..2000 {
+        store.finished(end(start()));
+    }
+    store.close();
+    // Anew, with nothing read yet.
+    let store = open(folder.path());
+    let mut bytes = fs::read(database(folder.path())).expect("a file");
+    bytes[4096..].fill(0xA5);
+    fs::write(database(folder.path()), bytes).expect("a file");
+    store.configure(LogSettings {
+        retention: Duration::from_secs(1),
+        max_bytes: 1 << 20,
+        bodies: BodyLog::Off,
+        bodies_retention: Duration::from_secs(1),
+    });
+    wait_until("the damage to be noticed", || {
+        store.health().notice.is_some()
+    });
+    store.finished(end(start()));
+    assert!(store.flush(LONG));
+    assert_eq!(rows(folder.path()).len(), 1);
 }
 
 #[cfg(unix)]

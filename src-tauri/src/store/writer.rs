@@ -1,6 +1,5 @@
 //! The one thread that writes: takes what was handed over and commits it, at most every 50 ms.
 
-use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,12 +12,13 @@ use rusqlite::{
 use tracing::{info, warn};
 
 use super::bodies::{self, Body, BodyWriter};
+use super::checkup::{Checkup, Verdict};
 use super::database::{self, OpenError};
 use super::folder_lock::{FolderLock, LockError};
 use super::inbox::{Batch, Desk, Turn, Wait};
 use super::retention::Upkeep;
 use super::rollup::{self, Rollup};
-use super::{CallEnd, CallId, CallStart, DATABASE_FILE, Outcome, StoreError};
+use super::{CallEnd, CallStart, DATABASE_FILE, Outcome, StoreError};
 use crate::clock::Clock;
 
 /// How long a batch gathers. Most of what a `kill -9` may cost: the promise is 200 ms.
@@ -46,6 +46,7 @@ pub(super) fn start(data_dir: &Path, clock: Clock, desk: Arc<Desk>) -> Result<()
         trusted: true,
         may_be_written: false,
         upkeep: Upkeep::new(clock.now()),
+        checkup: Checkup::new(clock.now()),
         bodies: Vec::new(),
         body_writer: None,
         pause: GATHER,
@@ -86,6 +87,7 @@ struct Writer {
     /// up first, so that it is summed up once.
     may_be_written: bool,
     upkeep: Upkeep,
+    checkup: Checkup,
     /// Taken and not yet written.
     bodies: Vec<Body>,
     /// Made for the first body.
@@ -117,7 +119,6 @@ impl Writer {
     fn run(mut self) {
         // However the thread ends, nobody waits for it in vain.
         let _end = EndOfWriter(Arc::clone(&self.desk));
-        let mut batch = Batch::default();
         let mut spare = Batch::default();
         let mut failed = self.database.is_none();
         loop {
@@ -128,17 +129,19 @@ impl Writer {
                     gather: GATHER,
                     // Bodies are written a portion at a time, rows between them.
                     rest: if self.bodies.is_empty() {
-                        self.upkeep.rests(self.clock.now())
+                        self.rests()
                     } else {
                         GATHER
                     },
                 }
             });
-            self.desk.take(&mut batch, &mut spare);
+            self.desk.take(&mut spare);
             self.tell_drops();
-            failed = !self.try_commit(&mut batch);
+            // Before the commit, which opens a fresh file where a damaged one was set aside.
+            self.look_for_damage();
+            failed = !self.try_commit();
             if turn == Turn::Close {
-                self.end(&mut batch, &mut spare, failed);
+                self.end(&mut spare, failed);
                 return;
             }
             // Rows come first: neither of these may keep them from being written.
@@ -149,12 +152,19 @@ impl Writer {
         }
     }
 
-    /// Commits `batch`, or keeps it and lengthens the pause.
-    fn try_commit(&mut self, batch: &mut Batch) -> bool {
-        let result = self.commit(batch).or_else(|trouble| {
+    /// How long there is nothing to do but to write what comes.
+    fn rests(&self) -> Duration {
+        let now = self.clock.now();
+        let checkup = self.checkup.rests(self.desk.is_in_doubt(), now);
+        self.upkeep.rests(now).min(checkup)
+    }
+
+    /// Commits the batch, or keeps it and lengthens the pause.
+    fn try_commit(&mut self) -> bool {
+        let result = self.commit().or_else(|trouble| {
             // A damaged file is no reason to lose the batch: the fresh one takes it.
             if self.replace_if_damaged(&trouble) {
-                self.commit(batch)
+                self.commit()
             } else {
                 Err(trouble)
             }
@@ -165,13 +175,13 @@ impl Writer {
                     info!("the call log is written again");
                 }
                 self.pause = GATHER;
-                self.desk.committed(batch);
+                self.desk.committed();
                 true
             }
             Err(trouble) => {
                 self.may_be_written = true;
                 self.tell(&trouble);
-                self.desk.kept(batch);
+                self.desk.kept();
                 false
             }
         }
@@ -196,7 +206,10 @@ impl Writer {
         };
         match &written {
             Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => return,
-            Err(error) => warn!(%error, bodies = portion, "bodies are not kept"),
+            Err(error) => {
+                warn!(%error, bodies = portion, "bodies are not kept");
+                self.suspect_if_damage(error);
+            }
             Ok(()) => self.upkeep.written(self.clock.now()),
         }
         let done: Vec<Body> = self.bodies.drain(..portion).collect();
@@ -216,12 +229,46 @@ impl Writer {
         match self.upkeep.step(connection, &path, now, self.clock.wall()) {
             Ok(Some(tended)) => self.desk.tended(tended),
             Ok(None) => {}
-            // Whatever it is, the next commit meets it too, and says so.
-            Err(error) => info!(%error, "the call log is not made smaller"),
+            // Whatever else it is, the next commit meets it too, and says so.
+            Err(error) => {
+                info!(%error, "the call log is not made smaller");
+                self.suspect_if_damage(&error);
+            }
         }
     }
 
-    fn commit(&mut self, batch: &mut Batch) -> Result<(), Trouble> {
+    /// Has the file read through when that is due, and sets it aside if it was found damaged.
+    fn look_for_damage(&mut self) {
+        let now = self.clock.now();
+        let path = self.folder.join(DATABASE_FILE);
+        let is_ours = self.database.is_some() && database::identity(&path) == self.identity;
+        match self.checkup.verdict(now).filter(|_| is_ours) {
+            Some(Verdict::Sound { answers: true }) => self.desk.doubt(None),
+            Some(Verdict::Damaged(reason)) => {
+                if !self.replace(&reason) {
+                    self.desk.doubt(Some(format!(
+                        "the call log is damaged ({reason}) and could not be set aside: stop \
+                         Traygate and move {} away",
+                        path.display()
+                    )));
+                }
+            }
+            Some(Verdict::Sound { answers: false }) | None => {}
+        }
+        if self.database.is_some() {
+            let in_doubt = self.desk.is_in_doubt();
+            self.checkup.begin_if_due(&path, in_doubt, now, &self.desk);
+        }
+    }
+
+    /// For what is met beside commits: it may pass, and nothing has to be written at once.
+    fn suspect_if_damage(&self, error: &rusqlite::Error) {
+        if database::is_damage(error) {
+            self.desk.suspect(&error.to_string());
+        }
+    }
+
+    fn commit(&mut self) -> Result<(), Trouble> {
         self.leave_a_file_that_is_gone();
         if self.database.is_none() {
             self.open()?;
@@ -229,11 +276,10 @@ impl Writer {
         let Some(connection) = &mut self.database else {
             return Ok(());
         };
+        let batch = self.desk.batch();
         if batch.is_empty() {
             return Ok(());
         }
-        let ended: HashSet<CallId> = batch.ended.iter().map(|end| end.start.id).collect();
-        batch.opened.retain(|start| !ended.contains(&start.id));
         // Immediate: a lock held elsewhere shows here, before any work.
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         insert_opened(&transaction, &batch.opened)?;
@@ -247,6 +293,7 @@ impl Writer {
         rollup.write(&transaction)?;
         transaction.commit()?;
         self.trusted = true;
+        self.checkup.written();
         self.upkeep.written(self.clock.now());
         Ok(())
     }
@@ -287,6 +334,13 @@ impl Writer {
         let path = self.folder.join(DATABASE_FILE);
         if self.database.is_some() && database::identity(&path) != self.identity {
             warn!(path = %path.display(), "the call log was deleted or replaced; opening it anew");
+            self.desk.notice(format!(
+                "The call log {} was deleted or replaced while Traygate ran. Calls from then on \
+                 are recorded in the file that is there now.",
+                path.display()
+            ));
+            self.desk.doubt(None);
+            self.checkup.stop();
             if let Some(connection) = self.database.take() {
                 database::close_as_it_is(connection);
             }
@@ -295,16 +349,22 @@ impl Writer {
     }
 
     fn replace_if_damaged(&mut self, trouble: &Trouble) -> bool {
-        let Trouble::Write(error) = trouble else {
-            return false;
-        };
-        if !database::is_damage(error) || !self.trusted {
+        match trouble {
+            Trouble::Write(error) if database::is_damage(error) => self.replace(&error.to_string()),
+            _ => false,
+        }
+    }
+
+    /// Leaves a damaged file and moves it out of the way.
+    fn replace(&mut self, reason: &str) -> bool {
+        if !self.trusted {
             return false;
         }
+        self.checkup.stop();
         if let Some(connection) = self.database.take() {
             database::close_as_it_is(connection);
         }
-        self.set_aside(&self.folder.join(DATABASE_FILE), &error.to_string())
+        self.set_aside(&self.folder.join(DATABASE_FILE), reason)
     }
 
     fn set_aside(&mut self, path: &Path, reason: &str) -> bool {
@@ -314,6 +374,7 @@ impl Writer {
         match database::set_aside(path, self.clock.wall()) {
             Ok(aside) => {
                 self.trusted = false;
+                self.desk.doubt(None);
                 warn!(reason, aside = %aside.display(), "damaged call log set aside");
                 self.desk.notice(format!(
                     "The call log was damaged ({reason}). It was set aside as {}, and a new one begun.",
@@ -329,7 +390,8 @@ impl Writer {
     }
 
     /// Commits what came last, and leaves one plain file behind.
-    fn end(mut self, batch: &mut Batch, spare: &mut Batch, mut failed: bool) {
+    fn end(mut self, spare: &mut Batch, mut failed: bool) {
+        self.checkup.stop();
         // Without a file there is nothing to hope for; a lock may pass.
         let attempts = if self.database.is_some() {
             LAST_ATTEMPTS
@@ -341,14 +403,12 @@ impl Writer {
                 break;
             }
             thread::sleep(LAST_PAUSE);
-            self.desk.take(batch, spare);
-            failed = !self.try_commit(batch);
+            self.desk.take(spare);
+            failed = !self.try_commit();
         }
-        if failed && !batch.ended.is_empty() {
-            warn!(
-                rows = batch.ended.len(),
-                "the call log ends without its last rows"
-            );
+        let lost = self.desk.batch().ended.len();
+        if failed && lost > 0 {
+            warn!(rows = lost, "the call log ends without its last rows");
         }
         while !failed && self.database.is_some() {
             let waiting = self.bodies.len();
