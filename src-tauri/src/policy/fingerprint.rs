@@ -36,6 +36,13 @@ pub struct RequestFacts {
     pub stream_options_object: Option<usize>,
     /// That object is `{}`: text spliced into it needs no comma.
     pub stream_options_empty: bool,
+    /// Offset of the `null` that `stream_options` is, if it is one.
+    pub stream_options_null: Option<usize>,
+    /// An `include_usage` key is there, whatever its value, or may be: an object too long to be
+    /// looked into.
+    pub has_include_usage: bool,
+    /// Offset of the `null` that `include_usage` is, if it is one.
+    pub include_usage_null: Option<usize>,
     /// Offset just after the body's own `{`.
     pub object_open: Option<usize>,
     /// The body is `{}`: text spliced into it needs no comma.
@@ -46,9 +53,22 @@ pub struct RequestFacts {
     pub max_output: Option<u64>,
     /// `n`, how many answers are asked for at once.
     pub answers: Option<u64>,
+    /// `best_of` of `completions`: so many answers are made and paid, of which `n` are sent.
+    pub best_of: Option<u64>,
+    /// How many prompts `prompt` holds, where it is a list of texts or of token lists: each is
+    /// answered apart.
+    pub prompts: Option<u64>,
     /// Neither a non-empty `prompt`, `messages` nor `input`: at Ollama a request that only
     /// loads or unloads a model.
     pub no_prompt: bool,
+}
+
+impl RequestFacts {
+    /// How many outputs are paid for, each with [`max_output`](Self::max_output) to itself.
+    pub fn outputs(&self) -> u64 {
+        let answers = self.answers.max(self.best_of).unwrap_or(1).max(1);
+        answers.saturating_mul(self.prompts.unwrap_or(1).max(1))
+    }
 }
 
 /// The longest model name that is read, in bytes.
@@ -71,6 +91,7 @@ enum Field {
     MaxOutputTokens,
     PredictTokens,
     Answers,
+    BestOf,
     Prompt,
     Messages,
     Input,
@@ -106,6 +127,7 @@ impl Field {
             "max_output_tokens" => Self::MaxOutputTokens,
             "n_predict" => Self::PredictTokens,
             "n" => Self::Answers,
+            "best_of" => Self::BestOf,
             "prompt" => Self::Prompt,
             "messages" => Self::Messages,
             "input" => Self::Input,
@@ -140,7 +162,10 @@ enum State {
 
 /// The value a field turned out to have.
 enum Value<'a> {
-    Null,
+    Null {
+        /// Offset of the word.
+        at: usize,
+    },
     Bool(bool),
     Number(&'a [u8]),
     /// Raw and without its quotes; `None` if it was too long to keep.
@@ -150,6 +175,8 @@ enum Value<'a> {
     },
     List {
         empty: bool,
+        /// How many texts and lists stand in it.
+        parts: u64,
     },
     Object {
         empty: bool,
@@ -162,15 +189,17 @@ enum Value<'a> {
 
 impl Value<'_> {
     fn is_null(&self) -> bool {
-        matches!(self, Self::Null)
+        matches!(self, Self::Null { .. })
     }
 
     /// Neither null, false nor empty.
     fn is_filled(&self) -> bool {
         match self {
-            Self::Null | Self::Bool(false) => false,
+            Self::Null { .. } | Self::Bool(false) => false,
             Self::Bool(true) | Self::Number(_) => true,
-            Self::Text { empty, .. } | Self::List { empty } | Self::Object { empty, .. } => !empty,
+            Self::Text { empty, .. } | Self::List { empty, .. } | Self::Object { empty, .. } => {
+                !empty
+            }
         }
     }
 
@@ -343,6 +372,10 @@ pub struct RequestScan {
     nested_open: usize,
     /// Something stood in the field's array or object.
     nested_filled: bool,
+    /// Texts and lists that stood in it directly.
+    nested_parts: u64,
+    /// Where the number or word being read began.
+    scalar_at: usize,
     /// This scan reads `options` or `stream_options` for another one.
     is_inner: bool,
     stated: Stated,
@@ -368,6 +401,8 @@ impl RequestScan {
             nested_object: false,
             nested_open: 0,
             nested_filled: false,
+            nested_parts: 0,
+            scalar_at: 0,
             is_inner: false,
             stated: Stated::default(),
             facts: RequestFacts::default(),
@@ -448,6 +483,7 @@ impl RequestScan {
                 self.nested_object = byte == b'{';
                 self.nested_open = self.seen + at + 1;
                 self.nested_filled = false;
+                self.nested_parts = 0;
                 let looked_into = !self.is_inner
                     && self.nested_object
                     && matches!(self.field, Field::Options | Field::StreamOptions);
@@ -458,6 +494,7 @@ impl RequestScan {
             }
             (State::Value, b'-' | b'0'..=b'9' | b't' | b'f' | b'n') => {
                 self.piece.start(SCALAR_BYTES);
+                self.scalar_at = self.seen + at;
                 self.state = State::InScalar;
                 // The byte belongs to the scalar.
                 return at;
@@ -535,11 +572,13 @@ impl RequestScan {
             match byte {
                 b'"' => {
                     self.nested_filled = true;
+                    self.nested_parts += u64::from(self.brackets.depth == 1);
                     self.state = State::InNestedString;
                     break;
                 }
                 b'{' | b'[' => {
                     self.nested_filled = true;
+                    self.nested_parts += u64::from(self.brackets.depth == 1 && byte == b'[');
                     self.brackets.open(byte == b'{');
                 }
                 b'}' | b']' => {
@@ -576,7 +615,7 @@ impl RequestScan {
         let piece = std::mem::take(&mut self.piece);
         self.state = State::AfterValue;
         match piece.whole() {
-            Some(b"null") => self.settle(Value::Null),
+            Some(b"null") => self.settle(Value::Null { at: self.scalar_at }),
             Some(b"true") => self.settle(Value::Bool(true)),
             Some(b"false") => self.settle(Value::Bool(false)),
             Some(number) if serde_json::from_slice::<IgnoredAny>(number).is_ok() => {
@@ -593,7 +632,10 @@ impl RequestScan {
     fn settle_nested(&mut self) {
         let empty = !self.nested_filled;
         if !self.nested_object {
-            return self.settle(Value::List { empty });
+            return self.settle(Value::List {
+                empty,
+                parts: self.nested_parts,
+            });
         }
         let piece = std::mem::take(&mut self.piece);
         let raw = piece.whole();
@@ -612,8 +654,8 @@ impl RequestScan {
             Field::Other => {}
             Field::Model => facts.model = value.as_model(),
             Field::Stream => facts.stream = value.as_bool(),
-            Field::Tools => stated.tools = matches!(value, Value::List { empty: false }),
-            Field::Functions => stated.functions = matches!(value, Value::List { empty: false }),
+            Field::Tools => stated.tools = is_filled_list(&value),
+            Field::Functions => stated.functions = is_filled_list(&value),
             Field::PreviousResponse => stated.previous_response = !value.is_null(),
             Field::Conversation => stated.conversation = !value.is_null(),
             Field::Background => stated.background = value.as_bool() == Some(true),
@@ -622,18 +664,42 @@ impl RequestScan {
             Field::MaxOutputTokens => stated.max_output_tokens = value.as_count(),
             Field::PredictTokens => stated.n_predict = value.as_count(),
             Field::Answers => facts.answers = value.as_count(),
-            Field::Prompt => stated.prompt = value.is_filled(),
+            Field::BestOf => facts.best_of = value.as_count(),
+            Field::Prompt => {
+                stated.prompt = value.is_filled();
+                facts.prompts = match value {
+                    Value::List {
+                        parts: parts @ 1.., ..
+                    } => Some(parts),
+                    _ => None,
+                };
+            }
             Field::Messages => stated.messages = value.is_filled(),
             Field::Input => stated.input = value.is_filled(),
             Field::StreamOptions => {
                 facts.has_stream_options = true;
-                facts.include_usage = None;
                 facts.stream_options_object = None;
                 facts.stream_options_empty = false;
-                if let Value::Object { empty, open, raw } = value {
-                    facts.stream_options_object = Some(open);
-                    facts.stream_options_empty = empty;
-                    facts.include_usage = raw.and_then(|raw| Self::inside(raw).facts.include_usage);
+                facts.stream_options_null = None;
+                facts.include_usage = None;
+                facts.include_usage_null = None;
+                facts.has_include_usage = false;
+                match value {
+                    Value::Object { empty, open, raw } => {
+                        facts.stream_options_object = Some(open);
+                        facts.stream_options_empty = empty;
+                        facts.has_include_usage = raw.is_none();
+                        if let Some(raw) = raw {
+                            let inner = Self::inside(raw).facts;
+                            facts.include_usage = inner.include_usage;
+                            facts.has_include_usage = inner.has_include_usage;
+                            // `raw` begins at the bracket, one before `open`.
+                            facts.include_usage_null =
+                                inner.include_usage_null.map(|at| open - 1 + at);
+                        }
+                    }
+                    Value::Null { at } => facts.stream_options_null = Some(at),
+                    _ => {}
                 }
             }
             Field::Options => {
@@ -642,7 +708,14 @@ impl RequestScan {
                     _ => None,
                 };
             }
-            Field::IncludeUsage => facts.include_usage = value.as_bool(),
+            Field::IncludeUsage => {
+                facts.has_include_usage = true;
+                facts.include_usage = value.as_bool();
+                facts.include_usage_null = match value {
+                    Value::Null { at } => Some(at),
+                    _ => None,
+                };
+            }
             Field::NumPredict => stated.num_predict = value.as_count(),
         }
     }
@@ -656,6 +729,10 @@ impl RequestScan {
         scan.feed(object);
         scan
     }
+}
+
+fn is_filled_list(value: &Value<'_>) -> bool {
+    matches!(value, Value::List { empty: false, .. })
 }
 
 fn is_blank(byte: u8) -> bool {
@@ -785,6 +862,7 @@ mod tests {
                 stream: Some(true),
                 has_tools: true,
                 include_usage: Some(false),
+                has_include_usage: true,
                 has_stream_options: true,
                 stream_options_object: Some(options),
                 object_open: Some(2),
@@ -814,6 +892,7 @@ mod tests {
                 model: Some("b".into()),
                 stream: Some(false),
                 has_stream_options: true,
+                stream_options_null: facts.stream_options_null,
                 object_open: Some(1),
                 ..RequestFacts::default()
             }
@@ -885,6 +964,36 @@ mod tests {
         ] {
             assert_eq!(scan(body).max_output, limit, "{body}");
         }
+    }
+
+    #[test]
+    fn outputs_are_counted_where_each_may_have_the_whole_limit() {
+        for (body, outputs) in [
+            (r#"{"messages":[{},{}]}"#, 1),
+            (r#"{"messages":[{}],"n":4}"#, 4),
+            (r#"{"n":0}"#, 1),
+            (r#"{"prompt":"a"}"#, 1),
+            (r#"{"prompt":["a","b","[,\"c"]}"#, 3),
+            (r#"{"prompt":[1,2,3]}"#, 1),
+            (r#"{"prompt":[[1,2],[3,[4]]],"n":2}"#, 4),
+            (r#"{"prompt":["a"],"n":2,"best_of":5}"#, 5),
+            (
+                r#"{"prompt":["a","b"],"prompt":"a","best_of":2,"best_of":null}"#,
+                1,
+            ),
+            (r#"{"n":18446744073709551615,"prompt":["a","b"]}"#, u64::MAX),
+        ] {
+            assert_eq!(scan(body).outputs(), outputs, "{body}");
+        }
+    }
+
+    #[test]
+    fn stream_options_too_long_to_look_into_may_hold_a_choice() {
+        let long = "x".repeat(OBJECT_BYTES);
+        let facts = scan(format!(
+            r#"{{"stream_options":{{"include_usage":false,"x":"{long}"}}}}"#
+        ));
+        assert_eq!((facts.include_usage, facts.has_include_usage), (None, true));
     }
 
     #[test]
@@ -1105,6 +1214,7 @@ mod tests {
             "max_output_tokens",
             "n_predict",
             "n",
+            "best_of",
             "prompt",
             "messages",
             "input",
@@ -1175,6 +1285,9 @@ mod tests {
                 || !field("conversation").is_null()
                 || field("background") == &json!(true),
             include_usage: options.get("include_usage").and_then(Json::as_bool),
+            has_include_usage: options.get("include_usage").is_some(),
+            include_usage_null: None,
+            stream_options_null: None,
             has_stream_options: tree.get("stream_options").is_some(),
             stream_options_object: None,
             stream_options_empty: options.as_object().is_some_and(Map::is_empty),
@@ -1186,6 +1299,12 @@ mod tests {
                 .chain(num_predict)
                 .max(),
             answers: count(field("n")),
+            best_of: count(field("best_of")),
+            prompts: field("prompt")
+                .as_array()
+                .map(|list| list.iter().filter(|one| one.is_string() || one.is_array()))
+                .map(|parts| parts.count() as u64)
+                .filter(|parts| *parts > 0),
             no_prompt: !["prompt", "messages", "input"]
                 .into_iter()
                 .any(|name| filled(field(name))),
@@ -1220,6 +1339,8 @@ mod tests {
             let expected = RequestFacts {
                 object_open: facts.object_open,
                 stream_options_object: facts.stream_options_object,
+                stream_options_null: facts.stream_options_null,
+                include_usage_null: facts.include_usage_null,
                 ..facts_of(&tree)
             };
             prop_assert_eq!(&facts, &expected);
@@ -1237,6 +1358,16 @@ mod tests {
                 prop_assert_eq!(&spliced["stream_options"]["spliced"], &json!(1));
             }
             prop_assert_eq!(facts.stream_options_object.is_some(), tree["stream_options"].is_object());
+            for (null, is_null) in [
+                (facts.stream_options_null, tree.get("stream_options") == Some(&Json::Null)),
+                (
+                    facts.include_usage_null,
+                    tree["stream_options"].get("include_usage") == Some(&Json::Null),
+                ),
+            ] {
+                prop_assert_eq!(null.is_some(), is_null);
+                prop_assert!(null.is_none_or(|at| body[at..].starts_with("null")));
+            }
         }
 
         #[test]

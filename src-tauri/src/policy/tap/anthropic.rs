@@ -5,7 +5,7 @@ use serde_json::value::RawValue;
 
 use super::framing::Event;
 use super::shape::{Filled, Shape, parse};
-use super::{Learned, Stop, StreamError};
+use super::{Learned, Stop, StreamError, usage};
 
 /// The events `message_start` and `message_delta`.
 #[derive(Deserialize)]
@@ -14,6 +14,9 @@ struct Envelope<'a> {
     message: Option<Message<'a>>,
     #[serde(borrow, default)]
     delta: Option<Delta<'a>>,
+    /// Of `message_delta`.
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -33,6 +36,8 @@ struct Message<'a> {
     stop_reason: Shape<'a>,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
 }
 
 pub(super) fn read_event(learned: &mut Learned, event: Event<'_>) {
@@ -47,10 +52,12 @@ pub(super) fn read_event(learned: &mut Learned, event: Event<'_>) {
             };
             if let Some(message) = envelope.message {
                 learned.note_model(&message.model);
+                usage::note_anthropic_start(&mut learned.usage, message.usage);
             }
             if let Some(delta) = envelope.delta {
                 note_stop_reason(learned, &delta.stop_reason);
             }
+            usage::note_anthropic(&mut learned.usage, envelope.usage);
         }
         "message_stop" => learned.last_event = true,
         "error" => learned.note_error(StreamError::of_event(event.data)),
@@ -66,6 +73,7 @@ pub(super) fn read_answer(learned: &mut Learned, answer: &[u8]) {
     learned.note_error_field(message.error);
     learned.output |= message.content.0;
     note_stop_reason(learned, &message.stop_reason);
+    usage::note_anthropic(&mut learned.usage, message.usage);
 }
 
 fn note_stop_reason(learned: &mut Learned, reason: &Shape<'_>) {

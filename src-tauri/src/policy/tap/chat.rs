@@ -5,7 +5,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::shape::{Filled, Shape, Tally, parse, tally};
-use super::{Learned, Stop, StreamError};
+use super::{Learned, Stop, StreamError, usage};
+use crate::policy::usage::Reported;
 
 /// A chunk of a stream, or a whole answer: they differ in `delta` and `message`.
 #[derive(Deserialize)]
@@ -18,6 +19,10 @@ struct Chunk<'a> {
     /// OpenRouter's way to fail half-way, llama.cpp's and vLLM's too.
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    x_groq: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -35,6 +40,9 @@ struct Choice<'a> {
     text: Filled,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    /// Moonshot's place for it, in a stream's last chunk.
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -128,6 +136,8 @@ struct Choices {
     refused: bool,
     stop: Option<Stop>,
     error: Option<StreamError>,
+    // Boxed, since nearly every chunk has none and its choices are moved about.
+    usage: Option<Box<Reported>>,
 }
 
 impl<'de> Tally<'de> for Choices {
@@ -149,6 +159,9 @@ impl<'de> Tally<'de> for Choices {
         }
         if self.error.is_none() {
             self.error = choice.error.and_then(StreamError::of_field);
+        }
+        if choice.usage.is_some() {
+            usage::note_openai(self.usage.get_or_insert_default(), choice.usage);
         }
     }
 }
@@ -189,4 +202,9 @@ pub(super) fn read(learned: &mut Learned, data: &[u8]) {
         learned.note_error(error);
     }
     learned.note_error_field(chunk.error);
+    if let Some(usage) = chunk.choices.usage {
+        learned.usage.update(*usage);
+    }
+    usage::note_groq(&mut learned.usage, chunk.x_groq);
+    usage::note_openai(&mut learned.usage, chunk.usage);
 }

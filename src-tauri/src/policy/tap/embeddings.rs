@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::shape::{Filled, Shape, parse};
-use super::{Learned, Stop};
+use super::{Learned, Stop, usage};
 
 #[derive(Deserialize)]
 struct Embeddings<'a> {
@@ -14,6 +14,8 @@ struct Embeddings<'a> {
     data: Option<Filled>,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
 }
 
 pub(super) fn read(learned: &mut Learned, answer: &[u8]) {
@@ -22,6 +24,7 @@ pub(super) fn read(learned: &mut Learned, answer: &[u8]) {
     };
     learned.note_model(&answer.model);
     learned.note_error_field(answer.error);
+    usage::note_embeddings(&mut learned.usage, answer.usage);
     if let Some(Filled(any)) = answer.data {
         learned.output |= any;
         learned.note_stop(Stop::Natural);

@@ -9,6 +9,9 @@ use serde::Deserialize;
 pub(super) const PIECE_BYTES: usize = 8 * 1024 * 1024;
 /// What is kept of a longer one: enough to see what it is.
 const HEAD_BYTES: usize = 1024;
+/// What is kept of the end of a longer one: answers say their usage there, followed by no more
+/// than the request's metadata.
+const TAIL_BYTES: usize = 4 * 1024;
 /// More room than this is given back after use.
 const ROOM_BYTES: usize = 256 * 1024;
 
@@ -17,15 +20,21 @@ const ROOM_BYTES: usize = 256 * 1024;
 pub(super) struct Piece {
     bytes: Vec<u8>,
     cut: bool,
+    /// The last of it, and up to as much again before that; empty unless it is cut.
+    tail: Vec<u8>,
 }
 
 impl Piece {
     pub(super) fn push(&mut self, bytes: &[u8]) {
         if self.cut {
-            return;
+            return self.push_tail(bytes);
         }
         if self.bytes.len() + bytes.len() > PIECE_BYTES {
             self.cut = true;
+            let held = std::mem::take(&mut self.bytes);
+            self.push_tail(&held);
+            self.push_tail(bytes);
+            self.bytes = held;
             let missing = HEAD_BYTES.saturating_sub(self.bytes.len()).min(bytes.len());
             self.bytes.extend_from_slice(&bytes[..missing]);
             self.bytes.truncate(HEAD_BYTES);
@@ -35,9 +44,23 @@ impl Piece {
         self.bytes.extend_from_slice(bytes);
     }
 
+    fn push_tail(&mut self, bytes: &[u8]) {
+        let new = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
+        if self.tail.len() + new.len() > 2 * TAIL_BYTES {
+            let kept = TAIL_BYTES.saturating_sub(new.len());
+            self.tail.drain(..self.tail.len() - kept);
+        }
+        self.tail.extend_from_slice(new);
+    }
+
     /// The text, or no more than its head if it [`is_cut`](Self::is_cut).
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// The last of it, if it [`is_cut`](Self::is_cut); empty otherwise.
+    pub(super) fn tail(&self) -> &[u8] {
+        &self.tail
     }
 
     /// It was too long.
@@ -49,6 +72,7 @@ impl Piece {
         self.bytes.clear();
         self.bytes.shrink_to(ROOM_BYTES);
         self.cut = false;
+        self.tail = Vec::new();
     }
 }
 
@@ -59,6 +83,8 @@ pub(super) struct Event<'a> {
     pub(super) name: &'a [u8],
     /// The `data:` lines, joined; only the head of it if the event was too long.
     pub(super) data: &'a [u8],
+    /// The end of `data` if it was too long; empty otherwise.
+    pub(super) tail: &'a [u8],
 }
 
 impl<'a> Event<'a> {
@@ -325,6 +351,7 @@ impl Events {
             on_event(Event {
                 name: &self.event_name,
                 data: self.data.bytes(),
+                tail: self.data.tail(),
             });
         }
         self.line = Line::Start;

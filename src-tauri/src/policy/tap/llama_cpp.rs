@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::shape::{Filled, Shape, parse};
-use super::{Learned, Stop};
+use super::{Learned, Stop, usage};
 
 #[derive(Deserialize)]
 struct Completion<'a> {
@@ -24,6 +24,12 @@ struct Completion<'a> {
     truncated: Shape<'a>,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    tokens_evaluated: Shape<'a>,
+    #[serde(borrow, default)]
+    tokens_predicted: Shape<'a>,
+    #[serde(borrow, default)]
+    timings: Option<&'a RawValue>,
 }
 
 /// Reads the data of an event, or a whole answer.
@@ -37,6 +43,12 @@ pub(super) fn read(learned: &mut Learned, data: &[u8]) {
     };
     learned.note_model(&part.model);
     learned.note_error_field(part.error);
+    usage::note_llama_cpp(
+        &mut learned.usage,
+        &part.tokens_evaluated,
+        &part.tokens_predicted,
+        part.timings,
+    );
     learned.output |= part.content.0;
     if part.stop.is_true() {
         learned.last_event = true;

@@ -20,6 +20,8 @@ mod shape;
 mod stream_error;
 #[cfg(test)]
 mod tests;
+mod text;
+mod usage;
 
 use std::fmt;
 use std::io::{self, Write};
@@ -30,9 +32,11 @@ use self::encoding::Decoder;
 use self::framing::{Event, Events, Lines, Piece, leading_type};
 use self::shape::Shape;
 use crate::policy::routing::Route;
+use crate::policy::usage::Reported;
 
 pub use self::encoding::{DecodeError, Encoding, decode_beginning, decode_request};
 pub use self::stream_error::StreamError;
+pub use self::text::answer_text;
 
 /// How a body is divided.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -113,6 +117,8 @@ pub struct Reading {
     pub saw_end: bool,
     /// The model that answered, as it names itself; at most 256 bytes.
     pub upstream_model: Option<String>,
+    /// What it said of its usage, as far as it came.
+    pub usage: Reported,
 }
 
 impl Reading {
@@ -149,6 +155,7 @@ struct Learned {
     choices: chat::ChoiceSet,
     error: Option<StreamError>,
     model: Option<String>,
+    usage: Reported,
 }
 
 impl Learned {
@@ -270,6 +277,7 @@ impl Tap {
             saw_end: reader.learned.last_event,
             error: reader.learned.error.take(),
             upstream_model: reader.learned.model.take(),
+            usage: reader.learned.usage,
         }
     }
 
@@ -406,7 +414,8 @@ impl Reader {
                     learned.note_error(error);
                 }
             }
-            Body::Answer(_) | Body::Unread => {}
+            Body::Answer(piece) => usage::note_tail(&mut learned.usage, *route, piece.tail()),
+            Body::Unread => {}
         }
         if self.status == stream_error::OVERLOADED {
             self.learned.error.get_or_insert_default().overloaded = true;
@@ -490,6 +499,7 @@ fn read_line(route: Route, learned: &mut Learned, line: &[u8]) {
         Event {
             name: b"",
             data: line,
+            tail: b"",
         },
     );
 }

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::shape::{Filled, Shape, parse};
-use super::{Learned, Stop};
+use super::{Learned, Stop, usage};
 
 #[derive(Deserialize)]
 struct Line<'a> {
@@ -28,6 +28,11 @@ struct Line<'a> {
     /// Of `embeddings`, its older form.
     #[serde(default)]
     embedding: Option<Filled>,
+    /// Of the last line, and of `embed`.
+    #[serde(borrow, default)]
+    prompt_eval_count: Shape<'a>,
+    #[serde(borrow, default)]
+    eval_count: Shape<'a>,
     /// Also in the middle of a stream whose status was 200.
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
@@ -49,6 +54,11 @@ pub(super) fn read(learned: &mut Learned, line: &[u8]) {
     };
     learned.note_model(&line.model);
     learned.note_error_field(line.error);
+    usage::note_ollama(
+        &mut learned.usage,
+        &line.prompt_eval_count,
+        &line.eval_count,
+    );
     learned.output |= line.response.0 || line.thinking.0;
     if let Some(message) = line.message {
         learned.output |= message.content.0 || message.thinking.0 || message.tool_calls.0;
@@ -56,6 +66,7 @@ pub(super) fn read(learned: &mut Learned, line: &[u8]) {
     if let Some(Filled(any)) = line.embeddings.or(line.embedding) {
         learned.output |= any;
         learned.note_stop(Stop::Natural);
+        learned.usage.counts.completion.get_or_insert(0);
     }
     if line.done.is_true() {
         learned.last_event = true;

@@ -5,7 +5,8 @@ use serde_json::value::RawValue;
 
 use super::framing::Event;
 use super::shape::{Shape, Tally, parse, tally};
-use super::{Learned, Stop, StreamError};
+use super::{Learned, Stop, StreamError, usage};
+use crate::policy::routing::Route;
 
 /// The events that carry the response itself: `response.completed` and kin.
 #[derive(Deserialize)]
@@ -28,6 +29,9 @@ struct Response<'a> {
     output: Output,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
+    /// Null until the response has ended.
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -79,10 +83,10 @@ impl<'de> Tally<'de> for Content {
 
 pub(super) fn read_event(learned: &mut Learned, event: Event<'_>) {
     match &*event.kind() {
-        "response.completed" => read_last(learned, event.data, "completed"),
-        "response.incomplete" => read_last(learned, event.data, "incomplete"),
-        "response.cancelled" => read_last(learned, event.data, "cancelled"),
-        "response.failed" => read_last(learned, event.data, "failed"),
+        "response.completed" => read_last(learned, event, "completed"),
+        "response.incomplete" => read_last(learned, event, "incomplete"),
+        "response.cancelled" => read_last(learned, event, "cancelled"),
+        "response.failed" => read_last(learned, event, "failed"),
         "error" => learned.note_error(StreamError::of_event(event.data)),
         kind => {
             learned.refused |= kind.starts_with("response.refusal.");
@@ -108,19 +112,22 @@ pub(super) fn read_answer(learned: &mut Learned, answer: &[u8]) {
 }
 
 /// Reads a stream's last event; one too long to be read still says its status by its name.
-fn read_last(learned: &mut Learned, data: &[u8], status: &str) {
+fn read_last(learned: &mut Learned, event: Event<'_>, status: &str) {
     learned.last_event = true;
-    let response = parse::<Envelope<'_>>(data).map(|envelope| envelope.response);
+    let response = parse::<Envelope<'_>>(event.data).map(|envelope| envelope.response);
     match response {
         Some(response) => {
             note(learned, &response);
             note_status(learned, response.status.text().unwrap_or(status), &response);
         }
-        None => learned.note_stop(match status {
-            "completed" => Stop::Natural,
-            "failed" => Stop::Failed,
-            _ => Stop::Cut,
-        }),
+        None => {
+            learned.note_stop(match status {
+                "completed" => Stop::Natural,
+                "failed" => Stop::Failed,
+                _ => Stop::Cut,
+            });
+            usage::note_tail(&mut learned.usage, Route::Responses, event.tail);
+        }
     }
 }
 
@@ -129,6 +136,7 @@ fn note(learned: &mut Learned, response: &Response<'_>) {
     learned.note_error_field(response.error);
     learned.output |= response.output.any;
     learned.refused |= response.output.refused;
+    usage::note_openai(&mut learned.usage, response.usage);
 }
 
 fn note_status(learned: &mut Learned, status: &str, response: &Response<'_>) {
