@@ -115,8 +115,9 @@ fn inspect(path: &Path, unclean: bool) -> Result<(), Inspection> {
     }
     if found == MIGRATIONS.len()
         && let Err(error) = connection.prepare(
-            "SELECT calls.seq, outcome, error, upstream_ended_us, quarter, request
-             FROM calls, rollups, bodies",
+            "SELECT calls.seq, outcome, error, upstream_ended_us, reserved_nanos, rollups.estimated,
+               rollups.quarter, request, spend_by_quarter.calls, day
+             FROM calls, rollups, bodies, spend_by_quarter, spend_by_day",
         )
     {
         // SQLite's plain "error" is what it has for a missing table or column.
@@ -161,6 +162,14 @@ fn prepare(path: &Path, now: WallTime) -> rusqlite::Result<Connection> {
     // Of an earlier process: this one has not written yet, and the folder lock allows no other.
     // They take places behind the last, in their old order, so that a follower sees them end.
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    // The provider may have worked for them to the end, and nobody will ever say what that cost:
+    // what was held for them is the most that it can be.
+    transaction.execute(
+        "UPDATE calls SET cost_nanos = reserved_nanos, list_nanos = reserved_nanos,
+           pricing = 'reserved'
+         WHERE outcome IS NULL AND reserved_nanos IS NOT NULL",
+        [],
+    )?;
     rollup::sum_up(&transaction, Unsummed::Open)?;
     transaction.execute(
         "UPDATE calls SET outcome = 'interrupted', seq = seq + 1

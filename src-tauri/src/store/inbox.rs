@@ -8,6 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard
 use std::time::Duration;
 
 use super::bodies::{self, Body};
+use super::reprice::PriceOf;
 use super::retention::Tended;
 use super::{CallEnd, CallId, CallStart, StoreHealth};
 use crate::settings::LogSettings;
@@ -39,6 +40,10 @@ struct Inbox {
     opened: Vec<CallStart>,
     ended: Vec<CallEnd>,
     bodies: Vec<Body>,
+    /// Prices to reprice by, if that was asked since the writer last looked.
+    reprice: Option<PriceOf>,
+    /// Repricing was asked for and is not done.
+    repricing: bool,
     /// How much is kept from now on, if that was said since the writer last looked.
     settings: Option<LogSettings>,
     /// Rows the writer has taken and not committed.
@@ -128,7 +133,10 @@ pub(super) enum Turn {
 
 impl Inbox {
     fn is_empty(&self) -> bool {
-        self.opened.is_empty() && self.ended.is_empty() && self.bodies.is_empty()
+        self.opened.is_empty()
+            && self.ended.is_empty()
+            && self.bodies.is_empty()
+            && self.reprice.is_none()
     }
 
     fn waiting(&self) -> Held {
@@ -179,6 +187,20 @@ impl Desk {
         }
         inbox.ended.push(end);
         let wake = inbox.accept();
+        drop(inbox);
+        if wake {
+            self.work.notify_one();
+        }
+    }
+
+    pub(super) fn reprice(&self, price: PriceOf) {
+        let mut inbox = self.inbox();
+        if inbox.closed {
+            return;
+        }
+        inbox.reprice = Some(price);
+        inbox.repricing = true;
+        let wake = std::mem::take(&mut inbox.asleep);
         drop(inbox);
         if wake {
             self.work.notify_one();
@@ -265,7 +287,9 @@ impl Desk {
     pub(super) fn flush(&self, limit: Duration) -> bool {
         let mut inbox = self.inbox();
         let (rows, bodies) = (inbox.accepted, inbox.bodies_accepted);
-        let is_done = |inbox: &Inbox| inbox.settled >= rows && inbox.bodies_settled >= bodies;
+        let is_done = |inbox: &Inbox| {
+            inbox.settled >= rows && inbox.bodies_settled >= bodies && !inbox.repricing
+        };
         inbox.hurry = true;
         inbox.asleep = false;
         self.work.notify_one();
@@ -366,6 +390,19 @@ impl Desk {
         self.settled.notify_all();
     }
 
+    /// Prices to reprice by, if that was asked since the last look.
+    pub(super) fn take_reprice(&self) -> Option<PriceOf> {
+        self.inbox().reprice.take()
+    }
+
+    /// Repricing is done, unless it was asked for again meanwhile.
+    pub(super) fn repriced(&self) {
+        let mut inbox = self.inbox();
+        inbox.repricing = inbox.reprice.is_some();
+        drop(inbox);
+        self.settled.notify_all();
+    }
+
     /// How much is kept from now on, if that was said since the last look.
     pub(super) fn settings(&self) -> Option<LogSettings> {
         self.inbox().settings.take()
@@ -432,6 +469,7 @@ impl Desk {
         inbox.held = Held::default();
         inbox.opened = Vec::new();
         inbox.ended = Vec::new();
+        inbox.reprice = None;
         inbox.bodies_dropped += u64::try_from(inbox.bodies.len()).unwrap_or(u64::MAX);
         inbox.bodies = Vec::new();
         inbox.recording = false;

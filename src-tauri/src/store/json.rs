@@ -1,7 +1,8 @@
 //! How times, spans and keys stand in the JSON that faces read.
 //!
 //! Times are RFC 3339 in UTC with microseconds, spans are milliseconds with fractions, keys are
-//! lower-case hex.
+//! lower-case hex. Money is whole nano-dollars, and decimal text in dollars beside that where people
+//! read.
 
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use serde::Serializer;
 
 use super::queries::OPEN;
 use crate::clock::WallTime;
+use crate::policy::money::Nanodollars;
 
 /// `2026-11-30T14:03:22.123456Z`: always six digits, so that the texts sort as the times do.
 pub(crate) fn text_of(time: WallTime) -> String {
@@ -24,6 +26,11 @@ pub(crate) fn millis_of(span: Duration) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "no span comes near 2^53 µs")]
     let micros = span.as_micros() as f64;
     micros / 1000.0
+}
+
+/// Nano-dollars as exact decimal text in dollars, with two decimals at least: `0.000012`.
+pub(crate) fn dollars_of(nanos: i64) -> String {
+    Nanodollars(nanos).to_string().replacen('$', "", 1)
 }
 
 /// Bytes as lower-case hex.

@@ -17,13 +17,15 @@ pub(super) const MIGRATIONS: &[Migration] = &[
         then: |transaction| rollup::sum_up(transaction, Unsummed::Ended),
         ..Migration::sql(include_str!("../../migrations/0002_rollups_and_bodies.sql"))
     },
+    Migration::sql(include_str!("../../migrations/0003_spend.sql")),
 ];
 
 /// One step from a schema to the next.
 #[derive(Clone, Copy)]
 pub(super) struct Migration {
     sql: &'static str,
-    /// What SQL alone cannot do, in the same transaction.
+    /// What SQL alone cannot do, in the same transaction, once the schema is this version's: it is
+    /// this version's code.
     then: fn(&Transaction<'_>) -> rusqlite::Result<()>,
 }
 
@@ -57,6 +59,8 @@ pub(super) fn migrate(
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     for migration in &migrations[applied..] {
         transaction.execute_batch(migration.sql)?;
+    }
+    for migration in &migrations[applied..] {
         (migration.then)(&transaction)?;
     }
     transaction.pragma_update(None, "application_id", APPLICATION_ID)?;

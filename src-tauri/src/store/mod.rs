@@ -15,9 +15,12 @@ mod migrate;
 pub mod pages;
 pub mod queries;
 pub mod repeats;
+mod reprice;
 mod retention;
 pub mod rollup;
 pub mod series;
+pub mod spend;
+pub mod spend_report;
 mod writer;
 
 #[cfg(test)]
@@ -33,10 +36,14 @@ use std::time::{Duration, SystemTime};
 use ulid::Ulid;
 
 use crate::clock::{Clock, WallTime};
+use crate::policy::money::Nanodollars;
+use crate::policy::usage::Usage;
 use crate::settings::LogSettings;
 use bodies::Body;
 use inbox::Desk;
 use queries::{CallRow, ReadError, Reader};
+use reprice::PriceOf;
+pub use reprice::Unpriced;
 
 /// The database's name in the data folder.
 pub const DATABASE_FILE: &str = "traygate.db";
@@ -219,6 +226,9 @@ pub struct CallStart {
     pub dedup: DedupLabel,
     /// The request key, where it was reckoned.
     pub key: Option<[u8; 32]>,
+    /// What a budget holds for it until its cost is known: if the process dies, that is taken for
+    /// its cost.
+    pub reserved: Option<Nanodollars>,
 }
 
 /// What is known at a call's end.
@@ -244,6 +254,30 @@ pub struct CallEnd {
     pub upstream_ended: Option<Duration>,
     /// What went wrong, in words; the store keeps the first 2 kB.
     pub error: Option<String>,
+    /// Tokens of the upstream call that it caused; `None` for calls that caused none, and where
+    /// they are not known.
+    pub usage: Option<Usage>,
+    /// What it cost and saved.
+    pub money: Money,
+}
+
+/// What a call cost and saved. A model without a price is unpriced, never $0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Money {
+    /// What it adds to the bill; `None` while that is not known or the model has no price.
+    pub cost: Option<Nanodollars>,
+    /// What it would have cost by the list: a subscription's call shows it. Equal to `cost` for
+    /// metered calls.
+    pub list: Option<Nanodollars>,
+    /// What a joined or kept answer would have cost.
+    pub saved: Option<Nanodollars>,
+    /// It was to be paid for, and its model has no price. On a joined or kept answer: what it
+    /// saved is not known for that reason, though it cost nothing.
+    pub unpriced: bool,
+    /// The provider itself told what it cost: no price of ours changes that.
+    pub reported: bool,
+    /// The tier of service that was asked for, where it has prices of its own.
+    pub tier: Option<&'static str>,
 }
 
 /// Why no store can be had, and the program has to stop.
@@ -339,7 +373,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Reader::open`].
-    pub fn reader(&self) -> Result<Reader, ReadError> {
+    fn reader(&self) -> Result<Reader, ReadError> {
         Reader::open(&self.folder)
     }
 
@@ -369,7 +403,8 @@ impl Store {
         self.desk.0.pending(id).as_ref().map(CallRow::from)
     }
 
-    /// Hands over a call that has been identified. Moves the value and returns.
+    /// Hands over a call that has been identified; again once a budget has reserved something for
+    /// it. Moves the value and returns.
     pub fn opened(&self, start: CallStart) {
         self.desk.0.opened(start);
     }
@@ -378,6 +413,20 @@ impl Store {
     /// 50 ms plus the time of a commit.
     pub fn finished(&self, end: CallEnd) {
         self.desk.0.finished(end);
+    }
+
+    /// Prices the calls whose model had no price, now that there may be one: cost, list value and
+    /// what those that shared their answers saved, and all sums with them. `price` says what a
+    /// call comes to, `None` if its model still has none.
+    ///
+    /// Returns at once; the writer does it bit by bit between rows. Asked again meanwhile, it
+    /// begins anew with the new prices. What the end of the program cuts short is done when it is
+    /// asked again, so ask at each start too: where nothing is unpriced that costs nothing.
+    pub fn reprice(
+        &self,
+        price: impl Fn(&Unpriced<'_>) -> Option<Nanodollars> + Send + Sync + 'static,
+    ) {
+        self.desk.0.reprice(PriceOf::new(price));
     }
 
     /// Hands over what was asked and answered, its credentials taken out: only where a person
@@ -399,8 +448,8 @@ impl Store {
         self.desk.0.health()
     }
 
-    /// Blocks until everything handed over so far is committed, at most `limit`; says whether it
-    /// is.
+    /// Blocks until everything handed over so far is committed, repricing included, at most
+    /// `limit`; says whether it is.
     pub fn flush(&self, limit: Duration) -> bool {
         self.desk.0.flush(limit)
     }

@@ -539,7 +539,20 @@ mod tests {
               "head_ms": 400.0,
               "upstream_ended_ms": 12344.0,
               "duration_ms": 12345.0,
-              "error": null
+              "error": null,
+              "input_tokens": null,
+              "cached_input_tokens": null,
+              "cache_write_5m_tokens": null,
+              "cache_write_1h_tokens": null,
+              "output_tokens": null,
+              "reasoning_tokens": null,
+              "usage_basis": null,
+              "cost_nanos": null,
+              "list_nanos": null,
+              "saved_nanos": null,
+              "pricing": null,
+              "service_tier": null,
+              "reserved_nanos": null
             }
           ],
           "next": "01M3250VZ80000000000000001",

@@ -16,6 +16,7 @@ use utoipa::ToSchema;
 use super::database;
 use super::json;
 use super::migrate::{self, MIGRATIONS};
+use super::spend::{ACCOUNT_COLUMNS, Account};
 use super::{CallEnd, CallId, DATABASE_FILE, DedupLabel, Outcome};
 use crate::clock::WallTime;
 
@@ -278,6 +279,11 @@ pub struct CallRow {
     pub duration: Option<Duration>,
     /// What went wrong, in words.
     pub error: Option<String>,
+    /// What it used and cost.
+    #[serde(flatten)]
+    pub account: Account,
+    /// What a budget holds for it while it is open, in nano-dollars.
+    pub reserved_nanos: Option<i64>,
 }
 
 /// A call that has just ended, as it will stand on record.
@@ -307,6 +313,8 @@ impl From<&CallEnd> for CallRow {
             upstream_ended: end.upstream_ended,
             duration: Some(end.duration),
             error: end.error.clone(),
+            account: Account::of(end),
+            reserved_nanos: None,
         }
     }
 }
@@ -500,7 +508,8 @@ impl Query {
         let sql = format!(
             "SELECT seq, id, started_us, provider, route, model, tool, billing, streaming, dedup,
                request_key, outcome, status, upstream_call, first_token_us, queued_us,
-               duration_us, error, sent_us, head_us, upstream_ended_us
+               duration_us, error, sent_us, head_us, upstream_ended_us, reserved_nanos,
+               {ACCOUNT_COLUMNS}
              FROM calls {index} WHERE {conditions} ORDER BY {order} LIMIT ?"
         );
         (sql, self.values)
@@ -572,5 +581,7 @@ pub(super) fn call_row(row: &Row<'_>) -> rusqlite::Result<CallRow> {
         sent: span(row.get(18)?),
         head: span(row.get(19)?),
         upstream_ended: span(row.get(20)?),
+        reserved_nanos: row.get(21)?,
+        account: Account::read(row, 22)?,
     })
 }

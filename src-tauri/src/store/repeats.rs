@@ -401,6 +401,7 @@ mod tests {
             streaming: false,
             dedup,
             key: key.map(|key| [key; 32]),
+            reserved: None,
         };
         CallEnd {
             start,
@@ -412,6 +413,8 @@ mod tests {
             sent: None,
             head: None,
             upstream_ended: None,
+            usage: None,
+            money: crate::store::Money::default(),
             error: None,
         }
     }

@@ -11,6 +11,7 @@ use rusqlite::{Connection, TransactionBehavior, params};
 
 use super::CallId;
 use super::rollup;
+use super::spend::QUARTERS_A_DAY;
 use crate::clock::{Moment, WallTime};
 use crate::settings::LogSettings;
 
@@ -43,7 +44,6 @@ const WAL_COMPLAINT: u64 = 64 << 20;
 const DAY: Duration = Duration::from_secs(86_400);
 /// Quarter-hours of days this long ago are put together in any case.
 const QUARTERS_KEPT: Duration = DAY.saturating_mul(400);
-const QUARTERS_A_DAY: i64 = 96;
 
 /// What was found and done.
 #[derive(Debug, Default, PartialEq, Eq)]

@@ -14,6 +14,7 @@ use tracing::warn;
 use utoipa::ToSchema;
 
 use super::queries::{ReadError, Reader, glob};
+use super::spend::{ACCOUNT_COLUMNS, Account, Counted, QUARTERS_A_DAY, Reported, SPEND_LEN, Spend};
 use super::writer::name;
 use super::{CallEnd, CallStart, DedupLabel, Outcome, json};
 use crate::clock::WallTime;
@@ -41,14 +42,14 @@ pub(super) const fn quarter_begin(quarter: i64) -> WallTime {
 
 /// What the calls of a row have in common, in the order of the table's key.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Group<'a> {
-    quarter: i64,
-    provider: Cow<'a, str>,
+pub(super) struct Group<'a> {
+    pub(super) quarter: i64,
+    pub(super) provider: Cow<'a, str>,
     /// Empty where the call named none.
-    model: Cow<'a, str>,
-    tool: Cow<'a, str>,
-    billing: Cow<'a, str>,
-    streaming: bool,
+    pub(super) model: Cow<'a, str>,
+    pub(super) tool: Cow<'a, str>,
+    pub(super) billing: Cow<'a, str>,
+    pub(super) streaming: bool,
 }
 
 /// Calls by their part in dedup.
@@ -127,6 +128,7 @@ pub(super) struct Sums {
     pub(super) upstream_calls: u64,
     pub(super) dedup: DedupCounts,
     pub(super) outcomes: OutcomeCounts,
+    pub(super) spend: Spend,
     /// Of calls that had content.
     pub(super) first_token: LatencyHistogram,
     /// Of completed calls: how soon others were refused says nothing about waiting for answers.
@@ -143,10 +145,11 @@ pub(super) struct Ended {
     pub(super) first_token: Option<Duration>,
     pub(super) duration: Option<Duration>,
     pub(super) upstream_wait: Option<Duration>,
+    pub(super) spend: Spend,
 }
 
 impl Ended {
-    fn of(end: &CallEnd) -> Self {
+    fn of(end: &CallEnd, account: &Account) -> Self {
         let waits = Waits {
             sent: end.sent,
             head: end.head,
@@ -159,6 +162,7 @@ impl Ended {
             first_token: end.first_token,
             duration: Some(end.duration),
             upstream_wait: waits.measured(&end.start.route, end.start.streaming, end.outcome),
+            spend: account.spend(end.start.billing.as_str()),
         }
     }
 }
@@ -201,6 +205,7 @@ impl Sums {
             *self.dedup.of(label) += 1;
         }
         *self.outcomes.of(ended.outcome) += 1;
+        self.spend.add(ended.spend);
         if let Some(latency) = ended.first_token {
             self.first_token.record(latency);
         }
@@ -218,6 +223,7 @@ impl Sums {
         for (count, more) in self.counts_mut().into_iter().zip(other.counts()) {
             *count = count.saturating_add(more);
         }
+        self.spend.add(other.spend);
         self.first_token.merge(&other.first_token);
         self.duration.merge(&other.duration);
         self.upstream_wait.merge(&other.upstream_wait);
@@ -268,12 +274,13 @@ impl Sums {
             let more: i64 = row.get(first + column)?;
             *count = count.saturating_add(u64::try_from(more).unwrap_or(0));
         }
+        self.spend.add_row(row, first + COUNTS)?;
         let histograms = [
             &mut self.first_token,
             &mut self.duration,
             &mut self.upstream_wait,
         ];
-        for (histogram, column) in histograms.into_iter().zip(first + COUNTS..) {
+        for (histogram, column) in histograms.into_iter().zip(first + COUNTS + SPEND_LEN..) {
             let bytes = row.get_ref(column)?.as_blob()?;
             // Latencies that another hand spoiled cost neither the counts nor the next commit.
             if let Err(error) = histogram.merge_encoded(bytes) {
@@ -284,13 +291,15 @@ impl Sums {
     }
 }
 
-/// Counts in a row, before its histograms.
+/// Counts in a row, before its tokens and money and its histograms.
 const COUNTS: usize = 15;
 
 /// What [`Sums`] are made of.
 const COLUMNS: &str = "calls, upstream_calls, miss, joined, cached, off, completed,
     upstream_error, timeout, broken_stream, client_left, stopped, refused, interrupted,
-    internal_error, first_token, duration, upstream_wait";
+    internal_error, input_tokens, cached_input_tokens, cache_write_5m_tokens,
+    cache_write_1h_tokens, output_tokens, reasoning_tokens, cost_nanos, list_nanos, plan_nanos,
+    saved_nanos, unpriced, estimated, first_token, duration, upstream_wait";
 
 /// Sums that are on their way into the database.
 #[derive(Debug, Default)]
@@ -300,15 +309,33 @@ pub(super) struct Rollup<'a> {
 
 impl<'a> Rollup<'a> {
     /// Counts a call that has ended.
-    pub(super) fn count(&mut self, end: &'a CallEnd) {
+    pub(super) fn count(&mut self, end: &'a CallEnd, account: &Account) {
         self.groups
             .entry(Group::of(&end.start))
             .or_default()
-            .count(&Ended::of(end));
+            .count(&Ended::of(end, account));
     }
 
     /// Adds the sums to those on record, in the transaction that writes their rows.
     pub(super) fn write(self, transaction: &Transaction<'_>) -> rusqlite::Result<()> {
+        let mut reported = Reported::default();
+        for (group, sums) in &self.groups {
+            reported.add(
+                group.quarter,
+                group.provider.as_ref().into(),
+                group.model.as_ref().into(),
+                group.tool.as_ref().into(),
+                Counted {
+                    calls: i64::try_from(sums.calls).unwrap_or(i64::MAX),
+                    spend: sums.spend,
+                },
+            );
+        }
+        reported.write(transaction)?;
+        self.write_groups(transaction)
+    }
+
+    fn write_groups(self, transaction: &Transaction<'_>) -> rusqlite::Result<()> {
         // In the order of the table: what is appended fills its pages, and the same calls leave
         // the same groups.
         let mut groups: Vec<_> = self.groups.into_iter().collect();
@@ -365,6 +392,7 @@ impl<'a> Rollup<'a> {
             first_token: span("first_token_us")?,
             duration: span("duration_us")?,
             upstream_wait,
+            spend: Account::read(row, SUMMED_COLUMNS)?.spend(&group.billing),
         };
         self.groups.entry(group).or_default().count(&ended);
         Ok(())
@@ -384,6 +412,9 @@ impl<'a> Group<'a> {
     }
 }
 
+/// Columns that [`sum_up`] reads before those of an [`Account`].
+const SUMMED_COLUMNS: usize = 13;
+
 /// Rows that are in no sum.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Unsummed {
@@ -400,7 +431,7 @@ pub(super) fn sum_up(transaction: &Transaction<'_>, which: Unsummed) -> rusqlite
     const HELD: usize = 2048;
     let mut select = transaction.prepare(&format!(
         "SELECT started_us, provider, route, model, tool, billing, streaming, dedup, outcome,
-           upstream_call, first_token_us, queued_us, duration_us
+           upstream_call, first_token_us, queued_us, duration_us, {ACCOUNT_COLUMNS}
          FROM calls WHERE {}",
         match which {
             Unsummed::Ended => "outcome IS NOT NULL ORDER BY id",
@@ -420,20 +451,70 @@ pub(super) fn sum_up(transaction: &Transaction<'_>, which: Unsummed) -> rusqlite
 }
 
 /// Takes back from the sums a call that was counted as interrupted and has ended after all: its
-/// log was replaced under it, say.
+/// log was replaced under it, say. `account` is what its row says.
 pub(super) fn take_back_interrupted(
     transaction: &Transaction<'_>,
     start: &CallStart,
+    account: &Account,
 ) -> rusqlite::Result<()> {
-    let (group, mut sums) = on_record(transaction, Group::of(start))?;
-    for count in [
-        &mut sums.calls,
-        &mut sums.outcomes.interrupted,
-        sums.dedup.of(start.dedup),
-    ] {
-        *count = count.saturating_sub(1);
-    }
+    let spend = Spend::default().since(account.spend(start.billing.as_str()));
+    let change = Counted { calls: -1, spend };
+    amend(transaction, Group::of(start), change, |sums| {
+        for count in [
+            &mut sums.calls,
+            &mut sums.outcomes.interrupted,
+            sums.dedup.of(start.dedup),
+        ] {
+            *count = count.saturating_sub(1);
+        }
+    })
+}
+
+/// Changes the sums of calls that have been counted; `counts` does so with their counts.
+pub(super) fn amend(
+    transaction: &Transaction<'_>,
+    group: Group<'_>,
+    change: Counted,
+    counts: impl FnOnce(&mut Sums),
+) -> rusqlite::Result<()> {
+    let mut reported = Reported::default();
+    let [provider, model, tool] =
+        [&group.provider, &group.model, &group.tool].map(|name| Cow::from(name.as_ref()));
+    reported.add(group.quarter, provider, model, tool, change);
+    reported.write(transaction)?;
+    let (group, mut sums) = where_counted(transaction, group)?;
+    counts(&mut sums);
+    sums.spend.add(change.spend);
     save(transaction, &group, &sums)
+}
+
+/// The group in which calls of this one have been counted: itself or [`OTHER`], in its
+/// quarter-hour, or in the first of its day since they were put together.
+fn where_counted<'a>(
+    transaction: &Transaction<'_>,
+    group: Group<'a>,
+) -> rusqlite::Result<(Group<'a>, Sums)> {
+    let first_of_day = group.quarter.div_euclid(QUARTERS_A_DAY) * QUARTERS_A_DAY;
+    let mut quarters = vec![group.quarter];
+    if first_of_day != group.quarter {
+        quarters.push(first_of_day);
+    }
+    for quarter in quarters {
+        for is_other in [false, true] {
+            let mut place = Group {
+                quarter,
+                ..group.clone()
+            };
+            if is_other {
+                place.model = OTHER.into();
+                place.tool = OTHER.into();
+            }
+            if let Some(sums) = load(transaction, &place)? {
+                return Ok((place, sums));
+            }
+        }
+    }
+    on_record(transaction, group)
 }
 
 /// Puts the sums of all quarter-hours from `first` until before `end` together into that of
@@ -466,7 +547,7 @@ pub(super) fn put_together(
     transaction
         .prepare_cached("DELETE FROM rollups WHERE quarter >= ?1 AND quarter < ?2")?
         .execute([first, end])?;
-    rollup.write(transaction)
+    rollup.write_groups(transaction)
 }
 
 /// The sums of a group so far; those of [`OTHER`] where it is new and its quarter-hour is full.
@@ -519,7 +600,8 @@ fn save(transaction: &Transaction<'_>, group: &Group<'_>, sums: &Sums) -> rusqli
     let mut save = transaction.prepare_cached(&format!(
         "INSERT OR REPLACE INTO rollups
            (quarter, provider, model, tool, billing, streaming, {COLUMNS})
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
+           ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     ))?;
     save.raw_bind_parameter(1, group.quarter)?;
     save.raw_bind_parameter(2, &group.provider)?;
@@ -530,8 +612,11 @@ fn save(transaction: &Transaction<'_>, group: &Group<'_>, sums: &Sums) -> rusqli
     for (count, column) in sums.counts().into_iter().zip(7..) {
         save.raw_bind_parameter(column, i64::try_from(count).unwrap_or(i64::MAX))?;
     }
+    for (value, column) in sums.spend.values().into_iter().zip(7 + COUNTS..) {
+        save.raw_bind_parameter(column, value)?;
+    }
     let histograms = [&sums.first_token, &sums.duration, &sums.upstream_wait];
-    for (histogram, column) in histograms.into_iter().zip(7 + COUNTS..) {
+    for (histogram, column) in histograms.into_iter().zip(7 + COUNTS + SPEND_LEN..) {
         save.raw_bind_parameter(column, histogram.encode())?;
     }
     save.raw_execute().map(drop)
@@ -674,7 +759,7 @@ pub(super) fn visit(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fs;
     use std::path::Path;
     use std::sync::Arc;
@@ -682,9 +767,12 @@ mod tests {
     use proptest::prelude::*;
     use tempfile::TempDir;
 
+    use super::super::spend::SPEND_COLUMNS;
     use super::super::tests::{LONG, database, end, open, start};
-    use super::super::{Billing, CallId, DATABASE_FILE, migrate};
+    use super::super::{Billing, CallId, DATABASE_FILE, Money, migrate};
     use super::*;
+    use crate::policy::money::Nanodollars;
+    use crate::policy::usage::{Basis, Usage};
 
     /// 2026-09-21T14:15:00Z, where a quarter-hour begins.
     const BEGIN: i64 = 1_790_000_100_000_000;
@@ -756,33 +844,137 @@ mod tests {
         assert_eq!(rows(&of_sums), rows(&of_rows));
     }
 
+    /// Tokens and money of all rows that have ended, in the order of [`SPEND_COLUMNS`].
+    const SPEND_OF_ROWS: &str = "sum(coalesce(input_tokens, 0)),
+        sum(coalesce(cached_input_tokens, 0)), sum(coalesce(cache_write_5m_tokens, 0)),
+        sum(coalesce(cache_write_1h_tokens, 0)), sum(coalesce(output_tokens, 0)),
+        sum(coalesce(reasoning_tokens, 0)), sum(coalesce(cost_nanos, 0)),
+        sum(coalesce(list_nanos, 0)), sum(iif(billing = 'plan', coalesce(list_nanos, 0), 0)),
+        sum(coalesce(saved_nanos, 0)), sum(coalesce(pricing = 'unpriced', 0) AND cost_nanos IS NULL),
+        sum(coalesce(usage_basis = 'estimated', 0))";
+
+    /// Tokens and money of every group, quarter-hour and day, from the rows and from the sums.
+    #[track_caller]
+    pub(in crate::store) fn check_spend_against_rows(folder: &Path) {
+        let connection = Connection::open(database(folder)).expect("a database");
+        let rows = |keys: &str, of: &str| -> Vec<Vec<Value>> {
+            let places: Vec<String> = (1..=keys.split(", ").count())
+                .map(|n| n.to_string())
+                .collect();
+            let places = places.join(", ");
+            let sql = format!("SELECT {keys}, {of} GROUP BY {places} ORDER BY {places}");
+            let mut select = connection.prepare(&sql).expect("a query");
+            let columns = select.column_count();
+            select
+                .query_map([], |row| {
+                    (0..columns).map(|column| row.get(column)).collect()
+                })
+                .and_then(Iterator::collect)
+                .expect("rows")
+        };
+        let of_rows = |keys: &str| {
+            let of = format!(
+                "count(*), {SPEND_OF_ROWS}
+                 FROM (SELECT *, coalesce(model, '') AS model_or_none FROM calls)
+                 WHERE outcome IS NOT NULL"
+            );
+            rows(keys, &of)
+        };
+        let of_sums = |keys: &str, table: &str| {
+            let sums: Vec<String> = SPEND_COLUMNS
+                .split(',')
+                .map(|column| format!("sum({column})"))
+                .collect();
+            rows(
+                keys,
+                &format!("sum(calls), {} FROM {table}", sums.join(", ")),
+            )
+        };
+        let by_name = "provider, model, tool";
+        assert_eq!(
+            of_sums(&format!("quarter, {by_name}, billing"), "rollups"),
+            of_rows("started_us / 900000000, provider, model_or_none, tool, billing")
+        );
+        assert_eq!(
+            of_sums("quarter", "spend_by_quarter"),
+            of_rows("started_us / 900000000")
+        );
+        assert_eq!(
+            of_sums(&format!("day, {by_name}"), "spend_by_day"),
+            of_rows("started_us / 86400000000, provider, model_or_none, tool")
+        );
+    }
+
+    /// What a call may have used and cost.
+    pub(in crate::store) fn any_account() -> impl Strategy<Value = (Option<Usage>, Money)> {
+        let tokens = || prop::option::of(0..200_000_u64);
+        let tokens = (tokens(), tokens(), tokens(), tokens(), tokens(), tokens());
+        let basis = prop::sample::select(vec![Basis::Reported, Basis::Doubtful, Basis::Estimated]);
+        let usage = (tokens, basis).prop_map(|(tokens, basis)| Usage {
+            input: tokens.0,
+            cached_input: tokens.1,
+            cache_write_5m: tokens.2,
+            cache_write_1h: tokens.3,
+            output: tokens.4,
+            reasoning: tokens.5,
+            basis,
+            ..Usage::default()
+        });
+        let amount = || prop::option::of((0..5_000_000_000_i64).prop_map(Nanodollars));
+        let money =
+            (amount(), amount(), amount(), 0..4_u8).prop_map(|(cost, list, saved, kind)| Money {
+                cost: cost.filter(|_| kind != 3),
+                list,
+                saved,
+                unpriced: kind >= 2,
+                reported: kind == 1,
+                tier: None,
+            });
+        (prop::option::of(usage), money)
+    }
+
     fn any_end() -> impl Strategy<Value = CallEnd> {
         let names = (0..3_usize, 0..3_usize, 0..3_usize);
         let flags = (any::<bool>(), any::<bool>(), 0..4_usize, 0..9_usize);
         // Two hours, back and forth: what a clock that is set does.
-        (names, flags, 0..120 * MINUTE, 0..2_000_000_u64).prop_map(
-            |((provider, model, tool), (streaming, upstream, label, outcome), at, micros)| {
-                let span = Duration::from_micros(micros);
-                let labels = ["miss", "joined", "cached", "off"];
-                CallEnd {
-                    start: CallStart {
-                        provider: Arc::from(["openai", "anthropic", "ollama"][provider]),
-                        model: [None, Some("m"), Some("n")][model].map(Arc::from),
-                        billing: [Billing::Metered, Billing::Plan][usize::from(streaming)],
-                        streaming,
-                        dedup: labels[label].parse().expect("a label"),
-                        ..call(BEGIN + at, ["aider", "codex", "curl"][tool])
-                    },
-                    outcome: Outcome::ALL[outcome],
-                    sent: upstream.then_some(Duration::from_micros(5)),
-                    head: upstream.then_some(span / 2),
-                    upstream_ended: upstream.then_some(span),
-                    first_token: upstream.then_some(span / 2),
-                    duration: span,
-                    ..end(start())
-                }
-            },
+        (
+            names,
+            flags,
+            0..120 * MINUTE,
+            0..2_000_000_u64,
+            any_account(),
         )
+            .prop_map(
+                |(
+                    (provider, model, tool),
+                    (streaming, upstream, label, outcome),
+                    at,
+                    micros,
+                    (usage, money),
+                )| {
+                    let span = Duration::from_micros(micros);
+                    let labels = ["miss", "joined", "cached", "off"];
+                    CallEnd {
+                        start: CallStart {
+                            provider: Arc::from(["openai", "anthropic", "ollama"][provider]),
+                            model: [None, Some("m"), Some("n")][model].map(Arc::from),
+                            billing: [Billing::Metered, Billing::Plan][usize::from(streaming)],
+                            streaming,
+                            dedup: labels[label].parse().expect("a label"),
+                            ..call(BEGIN + at, ["aider", "codex", "curl"][tool])
+                        },
+                        outcome: Outcome::ALL[outcome],
+                        sent: upstream.then_some(Duration::from_micros(5)),
+                        head: upstream.then_some(span / 2),
+                        upstream_ended: upstream.then_some(span),
+                        first_token: upstream.then_some(span / 2),
+                        duration: span,
+                        usage,
+                        money,
+                        ..end(start())
+                    }
+                },
+            )
     }
 
     proptest! {
@@ -801,12 +993,13 @@ mod tests {
                 prop_assert!(store.flush(LONG));
             }
             check_against_rows(folder.path(), true);
+            check_spend_against_rows(folder.path());
             let calls = batches.concat();
             let told = totals(folder.path());
             prop_assert_eq!(told.calls, calls.len() as u64);
             let mut whole = Sums::default();
             for end in &calls {
-                whole.count(&Ended::of(end));
+                whole.count(&Ended::of(end, &Account::of(end)));
             }
             prop_assert_eq!(told, Totals::from(&whole), "latencies too");
         }
@@ -907,15 +1100,29 @@ mod tests {
     fn what_an_earlier_process_left_open_counts_as_interrupted() {
         let folder = TempDir::new().expect("a folder");
         let store = open(folder.path());
-        store.opened(call(BEGIN, "aider"));
+        let open_call = call(BEGIN, "aider");
+        store.opened(open_call.clone());
+        store.opened(call(BEGIN, "codex"));
         store.finished(end(call(BEGIN, "aider")));
         assert!(store.flush(LONG));
+        // What a budget holds is known later.
+        store.opened(CallStart {
+            reserved: Some(Nanodollars(1_500)),
+            ..open_call
+        });
         store.close();
         for _ in 0..2 {
             open(folder.path()).close();
             check_against_rows(folder.path(), true);
+            check_spend_against_rows(folder.path());
+            assert_eq!(
+                number(folder.path(), "SELECT sum(cost_nanos) FROM rollups"),
+                1_500
+            );
+            let reserved = "SELECT cost_nanos FROM calls WHERE pricing = 'reserved'";
+            assert_eq!(number(folder.path(), reserved), 1_500);
             let totals = totals(folder.path());
-            assert_eq!((totals.calls, totals.outcomes.interrupted), (2, 1));
+            assert_eq!((totals.calls, totals.outcomes.interrupted), (3, 2));
             assert_eq!(totals.upstream_calls, 1);
         }
     }
@@ -924,8 +1131,18 @@ mod tests {
     fn a_copy_put_back_under_a_running_store_counts_nothing_twice() {
         let folder = TempDir::new().expect("a folder");
         let store = open(folder.path());
-        let long = call(BEGIN, "aider");
-        let done = end(call(BEGIN, "aider"));
+        let long = CallStart {
+            reserved: Some(Nanodollars(70)),
+            ..call(BEGIN, "aider")
+        };
+        let money = |cost| Money {
+            cost: Some(Nanodollars(cost)),
+            ..Money::default()
+        };
+        let done = CallEnd {
+            money: money(5),
+            ..end(call(BEGIN, "aider"))
+        };
         store.opened(long.clone());
         store.finished(done.clone());
         assert!(store.flush(LONG));
@@ -942,11 +1159,21 @@ mod tests {
         assert!(store.flush(LONG));
         assert_eq!(totals(folder.path()).outcomes.interrupted, 1);
 
-        store.finished(end(long));
+        check_spend_against_rows(folder.path());
+
+        store.finished(CallEnd {
+            money: money(30),
+            ..end(long)
+        });
         // As a commit that took place and was reported as failed hands it in again.
         store.finished(done);
         assert!(store.flush(LONG));
         check_against_rows(folder.path(), true);
+        check_spend_against_rows(folder.path());
+        assert_eq!(
+            number(folder.path(), "SELECT sum(cost_nanos) FROM rollups"),
+            35
+        );
         let totals = totals(folder.path());
         assert_eq!((totals.calls, totals.outcomes.interrupted), (3, 0));
     }
@@ -988,6 +1215,7 @@ mod tests {
             let store = open(folder.path());
             assert!(store.health().recording, "{:?}", store.health());
             check_against_rows(folder.path(), true);
+            check_spend_against_rows(folder.path());
             store.close();
         }
         let told = totals(folder.path());
@@ -1024,5 +1252,8 @@ mod tests {
         transaction.commit().expect("a commit");
         assert_eq!(totals(folder.path()), before);
         assert_eq!(number(folder.path(), "SELECT count(*) FROM rollups"), 2);
+        let calls = |table: &str| number(folder.path(), &format!("SELECT sum(calls) FROM {table}"));
+        assert_eq!(calls("spend_by_day"), 200, "counted once");
+        assert_eq!(calls("spend_by_quarter"), 200);
     }
 }

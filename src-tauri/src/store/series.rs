@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::queries::{ReadError, Reader};
 use super::rollup::{self, Ended, GroupFilter, Sums, Totals, quarter_begin};
+use super::spend::Spend;
 use super::{CallId, Outcome, json};
 use crate::clock::WallTime;
 
@@ -133,6 +134,7 @@ fn ended(row: &Row<'_>) -> rusqlite::Result<Option<Ended>> {
             first_token: span(4)?,
             duration: span(5)?,
             upstream_wait: None,
+            spend: Spend::default(),
         }),
         None => None,
     })
@@ -276,9 +278,12 @@ mod tests {
 
     use super::super::latency::LatencyQuery;
     use super::super::pages::CallsQuery;
+    use super::super::spend_report::{SpendBy, SpendQuery};
     use super::super::tests::{CLOCK, LONG, end, open, start};
-    use super::super::{CallEnd, CallStart, DATABASE_FILE, DedupLabel};
+    use super::super::{CallEnd, CallStart, DATABASE_FILE, DedupLabel, Money};
     use super::*;
+    use crate::policy::money::Nanodollars;
+    use crate::policy::usage::Usage;
 
     fn at(text: &str) -> WallTime {
         wall(text.parse().expect("a time"))
@@ -559,6 +564,22 @@ mod tests {
                 head: (!is_cached).then_some(wait),
                 upstream_ended: (!is_cached).then_some(whole),
                 duration: whole,
+                usage: (!is_cached).then(|| Usage {
+                    input: Some(below(20_000)),
+                    cached_input: Some(below(50_000)),
+                    output: Some(below(4_000)),
+                    reasoning: Some(below(1_000)),
+                    ..Usage::default()
+                }),
+                money: {
+                    let worth = Nanodollars(1_000_000 + below(100_000_000) as i64);
+                    Money {
+                        cost: Some(if is_cached { Nanodollars::ZERO } else { worth }),
+                        list: (!is_cached).then_some(worth),
+                        saved: is_cached.then_some(worth),
+                        ..Money::default()
+                    }
+                },
                 ..end(CallStart {
                     id: CallId::new(started),
                     started,
@@ -654,6 +675,30 @@ mod tests {
             let query = LatencyQuery::of_yesterday(end, &zone, timeouts.to_vec());
             let told = reader.latency(&query).expect("latencies");
             told.all.streamed.count + told.all.unstreamed.count
+        });
+        for by in [
+            SpendBy::Hour,
+            SpendBy::Day,
+            SpendBy::Month,
+            SpendBy::Provider,
+            SpendBy::Model,
+            SpendBy::Tool,
+        ] {
+            measure(&format!("all spend by {by:?}"), &|| {
+                let query = SpendQuery {
+                    by,
+                    from: first,
+                    to: WallTime(end.0 - day / 3),
+                    zone: zone.clone(),
+                };
+                reader.spend(&query).expect("a report").total.calls
+            });
+        }
+        measure("32 days for the ledger", &|| {
+            reader.spent_since(days(32)).expect("sums").len() as u64
+        });
+        measure("90 days for the watch for runaways", &|| {
+            reader.spent_by_tool_since(days(90)).expect("sums").len() as u64
         });
         measure("a page of calls", &|| {
             let page = reader.calls(&CallsQuery::default()).expect("a page");

@@ -13,8 +13,10 @@ use tempfile::TempDir;
 use super::migrate::Migration;
 use super::pages::CallsQuery;
 use super::queries::{CallFilter, CallRow, Reader};
+use super::spend::Account;
 use super::*;
 use crate::clock::{Clock, WallTime};
+use crate::policy::usage::Basis;
 use crate::settings::BodyLog;
 
 pub(super) const CLOCK: Clock = Clock::Boot;
@@ -34,6 +36,7 @@ pub(super) fn start() -> CallStart {
         streaming: true,
         dedup: DedupLabel::Miss,
         key: Some([7; 32]),
+        reserved: None,
     }
 }
 
@@ -48,6 +51,8 @@ pub(super) fn end(start: CallStart) -> CallEnd {
         sent: Some(Duration::from_millis(1)),
         head: Some(Duration::from_millis(2)),
         upstream_ended: Some(Duration::from_millis(3)),
+        usage: None,
+        money: crate::store::Money::default(),
         error: None,
     }
 }
@@ -113,6 +118,22 @@ fn a_call_is_written_with_all_that_is_known() {
         status: Some(502),
         outcome: Outcome::UpstreamError,
         error: Some("connection refused".to_owned()),
+        usage: Some(Usage {
+            input: Some(12),
+            cache_write_5m: Some(0),
+            cache_write_1h: Some(3),
+            output: Some(450),
+            reasoning: Some(400),
+            basis: Basis::Doubtful,
+            ..Usage::default()
+        }),
+        money: Money {
+            cost: Some(Nanodollars(1_234_567)),
+            list: Some(Nanodollars(1_234_567)),
+            reported: true,
+            tier: Some("flex"),
+            ..Money::default()
+        },
         ..end(call.clone())
     });
     assert!(store.flush(LONG));
@@ -140,6 +161,21 @@ fn a_call_is_written_with_all_that_is_known() {
             upstream_ended: Some(Duration::from_millis(3)),
             duration: Some(Duration::from_millis(1500)),
             error: Some("connection refused".to_owned()),
+            account: Account {
+                input_tokens: Some(12),
+                cached_input_tokens: None,
+                cache_write_5m_tokens: Some(0),
+                cache_write_1h_tokens: Some(3),
+                output_tokens: Some(450),
+                reasoning_tokens: Some(400),
+                usage_basis: Some("doubtful".into()),
+                cost_nanos: Some(1_234_567),
+                list_nanos: Some(1_234_567),
+                saved_nanos: None,
+                pricing: Some("reported".into()),
+                service_tier: Some("flex".into()),
+            },
+            reserved_nanos: None,
         }]
     );
     assert_eq!(

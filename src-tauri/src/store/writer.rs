@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use rusqlite::{
-    Connection, ErrorCode, OptionalExtension as _, Transaction, TransactionBehavior, params,
+    CachedStatement, Connection, ErrorCode, OptionalExtension as _, ToSql, Transaction,
+    TransactionBehavior, params,
 };
 use tracing::{info, warn};
 
@@ -16,13 +17,17 @@ use super::checkup::{Checkup, Verdict};
 use super::database::{self, OpenError};
 use super::folder_lock::{FolderLock, LockError};
 use super::inbox::{Batch, Desk, Turn, Wait};
+use super::reprice::Repricing;
 use super::retention::Upkeep;
 use super::rollup::{self, Rollup};
+use super::spend::{ACCOUNT_COLUMNS, Account};
 use super::{CallEnd, CallStart, DATABASE_FILE, Outcome, StoreError};
 use crate::clock::Clock;
 
 /// How long a batch gathers. Most of what a `kill -9` may cost: the promise is 200 ms.
 const GATHER: Duration = Duration::from_millis(50);
+/// Between two steps of repricing, for rows to be committed.
+const BREATHER: Duration = Duration::from_millis(10);
 /// The longest pause before a failed commit is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause before a file that cannot be opened is tried again.
@@ -49,6 +54,7 @@ pub(super) fn start(data_dir: &Path, clock: Clock, desk: Arc<Desk>) -> Result<()
         checkup: Checkup::new(clock.now()),
         bodies: Vec::new(),
         body_writer: None,
+        repricing: None,
         pause: GATHER,
         drops_told: 0,
     };
@@ -92,6 +98,8 @@ struct Writer {
     bodies: Vec<Body>,
     /// Made for the first body.
     body_writer: Option<BodyWriter>,
+    /// Goes on between commits.
+    repricing: Option<Repricing>,
     pause: Duration,
     drops_told: u64,
 }
@@ -128,10 +136,12 @@ impl Writer {
                 Wait::ForRows {
                     gather: GATHER,
                     // Bodies are written a portion at a time, rows between them.
-                    rest: if self.bodies.is_empty() {
-                        self.rests()
-                    } else {
+                    rest: if !self.bodies.is_empty() {
                         GATHER
+                    } else if self.repricing.is_some() {
+                        BREATHER
+                    } else {
+                        self.rests()
                     },
                 }
             });
@@ -147,6 +157,7 @@ impl Writer {
             // Rows come first: neither of these may keep them from being written.
             if !failed {
                 self.write_bodies();
+                self.reprice();
                 self.tend();
             }
         }
@@ -214,6 +225,39 @@ impl Writer {
         }
         let done: Vec<Body> = self.bodies.drain(..portion).collect();
         self.desk.bodies_done(&done, written.is_ok());
+    }
+
+    /// Prices some of the rows that had no price.
+    fn reprice(&mut self) {
+        if let Some(price) = self.desk.take_reprice() {
+            self.repricing = Some(Repricing::new(price));
+        }
+        let (Some(repricing), Some(connection)) = (&mut self.repricing, &mut self.database) else {
+            return;
+        };
+        let stepped = connection
+            .transaction_with_behavior(TransactionBehavior::Immediate)
+            .and_then(|transaction| {
+                let stepped = repricing.step(&transaction)?;
+                transaction.commit().map(|()| stepped)
+            });
+        match stepped {
+            Ok(stepped) => {
+                self.upkeep.written(self.clock.now());
+                if repricing.done(stepped) {
+                    self.repricing = None;
+                    self.desk.repriced();
+                }
+            }
+            // A lock passes. Anything else the next commit meets too, and says so; until then
+            // these rows stay unpriced, and the next start asks again.
+            Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => {}
+            Err(error) => {
+                warn!(%error, "calls on record stay without a price");
+                self.repricing = None;
+                self.desk.repriced();
+            }
+        }
     }
 
     /// Keeps the record within its age and size.
@@ -284,12 +328,16 @@ impl Writer {
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         insert_opened(&transaction, &batch.opened)?;
         let mut rollup = Rollup::default();
+        let mut insert = InsertEnded::prepare(&transaction)?;
         for end in &batch.ended {
+            // One that is written already stays as it is: it may have been repriced since.
             if !self.may_be_written || is_first_end(&transaction, end)? {
-                rollup.count(end);
+                let account = Account::of(end);
+                rollup.count(end, &account);
+                insert.row(end, &account)?;
             }
         }
-        insert_ended(&transaction, &batch.ended)?;
+        drop(insert);
         rollup.write(&transaction)?;
         transaction.commit()?;
         self.trusted = true;
@@ -469,10 +517,13 @@ fn insert_opened(transaction: &Transaction<'_>, starts: &[CallStart]) -> rusqlit
     if starts.is_empty() {
         return Ok(());
     }
+    // Handed over again with a reservation, an open row takes it; an ended one has its own cost.
     let mut insert = transaction.prepare_cached(
-        "INSERT OR IGNORE INTO calls (id, started_us, provider, route, model, tool, billing,
-           streaming, dedup, request_key)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+        "INSERT INTO calls (id, started_us, provider, route, model, tool, billing,
+           streaming, dedup, request_key, reserved_nanos)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)
+         ON CONFLICT (id) DO UPDATE SET reserved_nanos = excluded.reserved_nanos
+           WHERE outcome IS NULL",
     )?;
     for start in starts {
         insert.execute(params![
@@ -486,68 +537,82 @@ fn insert_opened(transaction: &Transaction<'_>, starts: &[CallStart]) -> rusqlit
             start.streaming,
             start.dedup.as_str(),
             start.key.as_ref().map(<[u8; 32]>::as_slice),
+            start.reserved.map(|reserved| reserved.0),
         ])?;
     }
     Ok(())
 }
 
-fn insert_ended(transaction: &Transaction<'_>, ends: &[CallEnd]) -> rusqlite::Result<()> {
-    if ends.is_empty() {
-        return Ok(());
+/// Writes ended calls.
+struct InsertEnded<'transaction>(CachedStatement<'transaction>);
+
+impl<'transaction> InsertEnded<'transaction> {
+    fn prepare(transaction: &'transaction Transaction<'_>) -> rusqlite::Result<Self> {
+        // REPLACE takes the place of an open row and gives it a new `seq`, behind all that ended
+        // before.
+        let insert = transaction.prepare_cached(&format!(
+            "INSERT OR REPLACE INTO calls (id, started_us, provider, route, model, tool, billing,
+               streaming, dedup, request_key, outcome, status, upstream_call, first_token_us,
+               queued_us, duration_us, sent_us, head_us, upstream_ended_us, error,
+               {ACCOUNT_COLUMNS})
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
+               ?, ?, ?, ?, ?, ?)"
+        ))?;
+        Ok(Self(insert))
     }
-    // REPLACE takes the place of an open row and gives it a new `seq`, behind all that ended
-    // before; so does a batch that is tried again.
-    let mut insert = transaction.prepare_cached(
-        "INSERT OR REPLACE INTO calls (id, started_us, provider, route, model, tool, billing,
-           streaming, dedup, request_key, outcome, status, upstream_call, first_token_us,
-           queued_us, duration_us, sent_us, head_us, upstream_ended_us, error)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18,
-           ?19, ?20)",
-    )?;
-    for end in ends {
+
+    fn row(&mut self, end: &CallEnd, account: &Account) -> rusqlite::Result<()> {
+        let insert = &mut self.0;
         let start = &end.start;
-        insert.execute(params![
-            &*start.id.0.array_to_str(&mut [0; ulid::ULID_LEN]),
-            start.started.0,
-            name(&start.provider),
-            name(&start.route),
-            start.model.as_deref().map(name),
-            name(&start.tool),
-            start.billing.as_str(),
-            start.streaming,
-            start.dedup.as_str(),
-            start.key.as_ref().map(<[u8; 32]>::as_slice),
-            end.outcome.as_str(),
-            end.status,
-            end.sent.is_some(),
-            end.first_token.map(micros),
-            micros(end.queued),
-            micros(end.duration),
-            end.sent.map(micros),
-            end.head.map(micros),
-            end.upstream_ended.map(micros),
-            end.error.as_deref(),
-        ])?;
+        let id = start.id.0.array_to_str(&mut [0; ulid::ULID_LEN]).to_owned();
+        let values: [&dyn ToSql; 20] = [
+            &id,
+            &start.started.0,
+            &name(&start.provider),
+            &name(&start.route),
+            &start.model.as_deref().map(name),
+            &name(&start.tool),
+            &start.billing.as_str(),
+            &start.streaming,
+            &start.dedup.as_str(),
+            &start.key.as_ref().map(<[u8; 32]>::as_slice),
+            &end.outcome.as_str(),
+            &end.status,
+            &end.sent.is_some(),
+            &end.first_token.map(micros),
+            &micros(end.queued),
+            &micros(end.duration),
+            &end.sent.map(micros),
+            &end.head.map(micros),
+            &end.upstream_ended.map(micros),
+            &end.error.as_deref(),
+        ];
+        for (value, parameter) in values.iter().zip(1..) {
+            insert.raw_bind_parameter(parameter, value)?;
+        }
+        account.bind(insert, values.len() + 1)?;
+        insert.raw_execute().map(drop)
     }
-    Ok(())
 }
 
 /// Whether an end is not on record yet. One that was taken for interrupted is taken back.
 fn is_first_end(transaction: &Transaction<'_>, end: &CallEnd) -> rusqlite::Result<bool> {
-    let on_record: Option<Option<String>> = transaction
-        .prepare_cached("SELECT outcome FROM calls WHERE id = ?1")?
+    let on_record: Option<(Option<String>, Account)> = transaction
+        .prepare_cached(&format!(
+            "SELECT outcome, {ACCOUNT_COLUMNS} FROM calls WHERE id = ?1"
+        ))?
         .query_row(
             [&*end.start.id.0.array_to_str(&mut [0; ulid::ULID_LEN])],
-            |row| row.get(0),
+            |row| Ok((row.get(0)?, Account::read(row, 1)?)),
         )
         .optional()?;
-    let Some(outcome) = on_record.flatten() else {
+    let Some((Some(outcome), account)) = on_record else {
         return Ok(true);
     };
     if outcome != Outcome::Interrupted.as_str() || end.outcome == Outcome::Interrupted {
         return Ok(false);
     }
-    rollup::take_back_interrupted(transaction, &end.start)?;
+    rollup::take_back_interrupted(transaction, &end.start, &account)?;
     Ok(true)
 }
 
