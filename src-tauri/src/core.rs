@@ -3,6 +3,8 @@
 //! Faces (the command line, the listener, later the tray and the pages) hold an `Arc<Core>`.
 
 mod apply;
+pub mod prices;
+pub mod spend;
 
 use std::future::Future;
 use std::io;
@@ -16,6 +18,7 @@ use tracing::debug;
 use crate::admin::access::Token;
 use crate::call::dedup::Dedup;
 use crate::call::live::LiveCalls;
+use crate::call::usage::Estimates;
 use crate::clock::{Clock, Moment, WallTime};
 use crate::events::{Change, Event, Events};
 use crate::keys::Keys;
@@ -29,6 +32,8 @@ use crate::settings::{ProviderKind, Settings};
 use crate::store::Store;
 
 pub use self::apply::{Applied, Control};
+use self::prices::PriceList;
+use self::spend::Spend;
 
 /// Bytes of request bodies held in memory at once, all calls together. What does not fit waits
 /// in its socket.
@@ -55,6 +60,12 @@ pub struct Core {
     pub open_calls: Arc<OpenCalls>,
     /// The calls under way.
     pub live: LiveCalls,
+    /// Finds out what calls used that nobody said.
+    pub estimates: Estimates,
+    /// What calls cost and how much they may.
+    pub spend: Spend,
+    /// Where the price list in force comes from.
+    pub price_list: Arc<PriceList>,
     pub events: Events,
     pub metrics: Metrics,
     pub listener: Arc<ListenerState>,
@@ -148,6 +159,11 @@ pub struct World {
 
 impl Core {
     pub fn new(settings: Settings, store: Store, keys: Keys, clock: Clock) -> Core {
+        let price_list = Arc::new(PriceList::of(store.folder()));
+        let spend = {
+            let (list, folder) = (price_list.clone(), store.folder().to_owned());
+            Spend::new(&settings, move || list.read(&folder))
+        };
         Core {
             clock,
             store,
@@ -160,6 +176,9 @@ impl Core {
             bodies: Arc::new(Semaphore::new(BODIES_HELD)),
             open_calls: Arc::default(),
             live: LiveCalls::default(),
+            estimates: Estimates::default(),
+            spend,
+            price_list,
             events: Events::default(),
             metrics: Metrics::default(),
             listener: Arc::default(),

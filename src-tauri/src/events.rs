@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use crate::call::live::LiveCall;
 use crate::policy::breaker::State;
+use crate::policy::money::Nanodollars;
 use crate::store::CallEnd;
 
 /// Events a subscriber may be behind before it has missed some and must fetch the state again.
@@ -49,6 +50,38 @@ pub enum Change {
     Log,
     /// Kept answers have been forgotten.
     Dedup,
+    /// A budget is nearly spent, is spent, or refuses a call: each once a period.
+    Budget {
+        /// The budget, in words: `the day's budget for tool "aider"`.
+        name: String,
+        kind: BudgetNews,
+    },
+    /// A tool has spent several times its usual rate for ten minutes.
+    Runaway {
+        tool: String,
+        /// In the last ten minutes, in billionths of a dollar.
+        #[serde(rename = "spent_nanos")]
+        #[schema(value_type = i64)]
+        spent: Nanodollars,
+        /// What it usually spends in them.
+        #[serde(rename = "usual_nanos")]
+        #[schema(value_type = i64)]
+        usual: Nanodollars,
+    },
+    /// A newer price list is in force, or could not be had.
+    Prices,
+}
+
+/// What of a budget is worth telling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BudgetNews {
+    /// The share of `warn_at` is spent.
+    Near,
+    /// All of it is spent.
+    Spent,
+    /// It refused a call.
+    Refused,
 }
 
 /// Where events are published.

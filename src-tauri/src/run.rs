@@ -11,6 +11,7 @@ use tracing::warn;
 use url::{Host, Url};
 
 use crate::clock::Clock;
+use crate::core::prices::watch_prices;
 use crate::core::{Core, Phase, keep_runtime_file, watch_log};
 use crate::keys::Keys;
 use crate::listen::{Doors, ListenError, Listeners, serve};
@@ -82,6 +83,7 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
     let mut warnings = listeners.warnings.clone();
     let (doors, accepted) = Doors::open(listeners, core.listener.clone());
     core.take_control(options.config.clone(), demo.addr(), doors);
+    core.restore_spend();
     let core = Arc::new(core);
     if let Err(error) = core.write_runtime_file() {
         // The command line will not find it; nothing else needs it.
@@ -95,6 +97,12 @@ pub async fn start(options: Options) -> Result<Running, StartError> {
         tokio::spawn(warn_without_token(core.keys.clone()));
     }
     tokio::spawn(watch_log(Arc::downgrade(&core)));
+    tokio::spawn(watch_prices(Arc::downgrade(&core)));
+    // Read by now, most likely, when the first call asks.
+    tokio::task::spawn_blocking({
+        let prices = core.spend.prices();
+        move || drop(prices.data().clone())
+    });
     tokio::spawn(keep_runtime_file(Arc::downgrade(&core)));
     let serving = tokio::spawn(serve(core.clone(), accepted));
     if let Some(file) = options.config {

@@ -15,7 +15,9 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use tokio::time::Sleep;
 
+use super::budget::Worth;
 use super::error::CallError;
+use super::record::Row;
 use crate::clock::{Clock, Moment};
 use crate::store::{CallId, Outcome};
 
@@ -40,12 +42,13 @@ pub struct Account {
     pub error: Option<Arc<str>>,
 }
 
-/// A chunk up to this many bytes is copied out of the connection's read buffer. A slice would pin
-/// all of it, 8 kB and more, for as long as the answer goes on: the HTTP library then takes a
-/// fresh buffer for every event of a stream.
+/// A chunk up to this many bytes is copied out of the connection's read buffer ([`own_bytes`]). A
+/// slice would pin all of it, 8 kB and more, for as long as the answer goes on: the HTTP library
+/// then takes a fresh buffer for every event of a stream.
 const COPIED_CHUNK: usize = 16 << 10;
 
-fn own_bytes(chunk: Bytes) -> Bytes {
+/// The chunk in memory of its own, unless it is large.
+pub fn own_bytes(chunk: Bytes) -> Bytes {
     if chunk.len() <= COPIED_CHUNK {
         Bytes::copy_from_slice(&chunk)
     } else {
@@ -98,6 +101,8 @@ struct Shared {
     /// Somebody received all of it. Shared with the kept answer, which a retry may have only
     /// while this is false.
     received: Arc<AtomicBool>,
+    /// What it has cost.
+    worth: Worth,
     clock: Clock,
 }
 
@@ -137,6 +142,9 @@ struct State {
     /// The writer waits for the fastest reader.
     full: bool,
     writer: Option<Waker>,
+    /// Rows of followers that have had all of it before its end was seen: what they saved is known
+    /// with the end.
+    rows: Vec<Row>,
 }
 
 struct ReaderState {
@@ -165,6 +173,7 @@ impl Answer {
     pub fn begin(joinable: bool, call: CallId, clock: Clock) -> (Writer, Reader) {
         let answer = Answer(Arc::new(Shared {
             received: Arc::default(),
+            worth: Worth::default(),
             clock,
             state: Mutex::new(State {
                 stage: Stage::Waiting,
@@ -189,6 +198,7 @@ impl Answer {
                 leader_left_at: None,
                 full: false,
                 writer: None,
+                rows: Vec::new(),
             }),
         }));
         let reader = Reader {
@@ -270,6 +280,11 @@ impl Answer {
         }
     }
 
+    /// What it has cost, once that is known.
+    pub fn worth(&self) -> &Worth {
+        &self.0.worth
+    }
+
     pub fn is(&self, other: &Answer) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -319,9 +334,8 @@ impl Writer {
         self.0.lock().wake_readers();
     }
 
-    /// Hands a chunk to every reader.
+    /// Hands a chunk, in [memory of its own](own_bytes), to every reader.
     pub fn append(&self, chunk: Bytes) {
-        let chunk = own_bytes(chunk);
         let mut state = self.0.lock();
         state.push(chunk);
         state.wake_readers();
@@ -330,7 +344,6 @@ impl Writer {
     /// Puts the last chunk down: [`Writer::finish`] hands it on together with the end, so that
     /// whoever has the whole answer finds everything else done.
     pub fn hold(&self, chunk: Bytes) {
-        let chunk = own_bytes(chunk);
         let mut state = self.0.lock();
         state.push(chunk);
         state.holding = true;
@@ -347,14 +360,18 @@ impl Writer {
     pub fn fail(&self, error: CallError) {
         let mut state = self.0.lock();
         state.failed = Some(error);
-        state.close();
+        let rows = state.close();
+        drop(state);
+        drop(rows);
     }
 
     /// The body's end. Readers that are behind still get what was sent before it.
     pub fn finish(&self, ending: Ending, account: Account) {
         let mut state = self.0.lock();
         state.end = Some((ending, account));
-        state.close();
+        let rows = state.close();
+        drop(state);
+        drop(rows);
     }
 
     /// The head has come.
@@ -482,7 +499,9 @@ impl Drop for Writer {
         } else {
             state.failed = Some(CallError::Internal);
         }
-        state.close();
+        let rows = state.close();
+        drop(state);
+        drop(rows);
     }
 }
 
@@ -546,11 +565,14 @@ impl State {
         self.drop_read();
     }
 
-    fn close(&mut self) {
+    /// Gives the rows back that waited for the end. They are dropped where the lock is not held.
+    #[must_use]
+    fn close(&mut self) -> Vec<Row> {
         self.joinable = false;
         self.holding = false;
         self.writer = None;
         self.wake_readers();
+        std::mem::take(&mut self.rows)
     }
 
     /// Waking only schedules: no task runs under this lock.
@@ -727,6 +749,22 @@ impl Reader {
                 })
             }
             _ => None,
+        }
+    }
+
+    /// Puts a follower's row into the record: at once, or with the end if it has all there is and
+    /// only that has not been seen.
+    pub fn record(&self, mut row: Row) {
+        if self.account().is_none() {
+            return;
+        }
+        row.close();
+        let mut state = self.answer.lock();
+        if state.end.is_none() && state.failed.is_none() {
+            state.rows.push(row);
+        } else {
+            drop(state);
+            drop(row);
         }
     }
 

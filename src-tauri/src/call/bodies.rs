@@ -135,6 +135,7 @@ mod tests {
             streaming: false,
             dedup: DedupLabel::Miss,
             key: None,
+            reserved: None,
         }
     }
 

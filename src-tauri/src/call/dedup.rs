@@ -14,6 +14,7 @@ use moka::policy::EvictionPolicy;
 use moka::sync::Cache;
 
 use super::answer::{Answer, Reader, Writer};
+use super::budget::Worth;
 use super::headers::is_of_one_exchange;
 use crate::clock::{Clock, Moment};
 use crate::policy::fingerprint::RequestKey;
@@ -66,6 +67,8 @@ pub struct KeptAnswer {
     window: Duration,
     /// Somebody received it whole: no retry needs it any more.
     pub received: Arc<AtomicBool>,
+    /// What whoever is given it saves.
+    pub worth: Worth,
 }
 
 /// A copy of what others may have, with bytes of its own: the values of an answer's head are slices
@@ -205,6 +208,7 @@ impl Dedup {
                 kept_at: now,
                 window: sharing.window,
                 received: writer.received().clone(),
+                worth: writer.answer().worth().clone(),
             }),
         );
         if is_large {

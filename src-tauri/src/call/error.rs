@@ -10,6 +10,7 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use serde_json::json;
 
+use super::budget::BudgetExceeded;
 use crate::policy::routing::{Dialect, Route};
 use crate::settings::{InForce, Setting};
 use crate::store::Outcome;
@@ -96,6 +97,8 @@ pub enum CallError {
         next: String,
         retry_after: Duration,
     },
+    #[error("{0}")]
+    BudgetExceeded(Arc<BudgetExceeded>),
     #[error(
         "calls to {subject} are refused: its breaker is held open by hand, in Traygate. Release it there to go on"
     )]
@@ -146,6 +149,7 @@ impl CallError {
             CallError::QueueFull { .. } => "queue_full",
             CallError::QueueTimeout { .. } => "queue_timeout",
             CallError::BreakerOpen { .. } | CallError::BreakerHeld { .. } => "breaker_open",
+            CallError::BudgetExceeded(_) => "budget_exceeded",
             CallError::UpstreamUnreachable { .. } | CallError::UpstreamGarbled { .. } => {
                 "upstream_unreachable"
             }
@@ -165,6 +169,7 @@ impl CallError {
             CallError::NoProvider { .. } => StatusCode::NOT_FOUND,
             CallError::UpgradeRequired => StatusCode::UPGRADE_REQUIRED,
             CallError::Stopped => client_closed_request(),
+            CallError::BudgetExceeded(_) => StatusCode::PAYMENT_REQUIRED,
             CallError::ModeRefuse
             | CallError::QueueFull { .. }
             | CallError::QueueTimeout { .. }
@@ -208,10 +213,16 @@ impl CallError {
         matches!(
             self,
             CallError::BreakerOpen { .. }
+                | CallError::BudgetExceeded(_)
                 | CallError::BreakerHeld { .. }
                 | CallError::ModeRefuse
                 | CallError::Stopped
         )
+    }
+
+    /// A budget refused another tool's call: this tool's may have something left.
+    pub fn concerns_another(&self, tool: &str) -> bool {
+        matches!(self, CallError::BudgetExceeded(exceeded) if *exceeded.tool != *tool)
     }
 
     /// The sentence a person reads.
@@ -221,7 +232,7 @@ impl CallError {
 
     /// The whole answer in the dialect of the path.
     pub fn response(&self, dialect: Dialect, request_id: &str) -> Response<Bytes> {
-        let body = match dialect {
+        let mut body = match dialect {
             Dialect::OpenAi => json!({
                 "error": {
                     "message": self.message(),
@@ -241,6 +252,14 @@ impl CallError {
             }),
             Dialect::Ollama => json!({ "error": self.message() }),
         };
+        if let CallError::BudgetExceeded(exceeded) = self {
+            // Where the dialect has no object for errors, beside the text.
+            let place = match dialect {
+                Dialect::OpenAi | Dialect::Anthropic => &mut body["error"],
+                Dialect::Ollama => &mut body,
+            };
+            place["budget"] = exceeded.as_json();
+        }
         let mut response = Response::new(Bytes::from(body.to_string()));
         *response.status_mut() = self.status();
         let headers = response.headers_mut();
@@ -318,6 +337,8 @@ pub fn whole_seconds(span: Duration) -> u64 {
 fn openai_type(status: StatusCode) -> &'static str {
     match status.as_u16() {
         401 => "authentication_error",
+        // What OpenAI calls a cap of its own.
+        402 => "insufficient_quota",
         403 => "permission_error",
         400..500 => "invalid_request_error",
         _ => "server_error",
@@ -328,6 +349,7 @@ fn openai_type(status: StatusCode) -> &'static str {
 fn anthropic_type(status: StatusCode) -> &'static str {
     match status.as_u16() {
         401 => "authentication_error",
+        402 => "billing_error",
         403 => "permission_error",
         404 => "not_found_error",
         413 => "request_too_large",

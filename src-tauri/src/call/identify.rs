@@ -10,6 +10,7 @@ use http::{HeaderMap, Method};
 use hyper::body::Incoming;
 use reqwest::Url;
 
+use super::budget::Weight;
 use super::credential::{credential_headers, dress, without_credentials};
 use super::dedup::Sharing;
 use super::error::CallError;
@@ -18,6 +19,7 @@ use super::read_body::{RequestBody, read_body};
 use super::record::Row;
 use super::redact::name_without_keys;
 use super::tool::tool_in_path;
+use super::usage::Ask;
 use crate::core::{Core, World};
 use crate::policy::fingerprint::{KeyHasher, RequestFacts, RequestKey, header_is_in_key};
 use crate::policy::routing::{
@@ -43,6 +45,11 @@ pub struct Call {
     /// Pool and breakers hold it.
     pub guarded: bool,
     pub request: UpstreamRequest,
+    pub facts: RequestFacts,
+    /// What bounds its cost; `None` where its body was not read.
+    pub weight: Option<Weight>,
+    /// It is to be asked for its usage.
+    pub ask: Option<Ask>,
 }
 
 /// What goes upstream.
@@ -216,6 +223,9 @@ struct Prepared {
     streaming: bool,
     sharing: Option<Sharing>,
     request: UpstreamRequest,
+    facts: RequestFacts,
+    weight: Option<Weight>,
+    ask: Option<Ask>,
 }
 
 impl Prepared {
@@ -231,6 +241,9 @@ impl Prepared {
             sharing: self.sharing,
             guarded: self.place.route.is_guarded(),
             request: self.request,
+            facts: self.facts,
+            weight: self.weight,
+            ask: self.ask,
         }
     }
 }
@@ -296,7 +309,18 @@ async fn prepare(
         start.streaming = streaming;
         start.key = key.map(|key| key.0);
     });
+    let ask = Ask::of(
+        &provider,
+        place.route,
+        &read.facts,
+        &parts.headers,
+        &read.body,
+        model.as_ref(),
+    );
     Ok(Prepared {
+        facts: read.facts,
+        weight: read.weight,
+        ask,
         provider,
         model,
         streaming,

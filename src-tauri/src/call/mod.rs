@@ -1,7 +1,7 @@
 //! One call, top to bottom.
 //!
 //! ```text
-//! accept → identify → dedup → pool → breaker → (budget) → upstream → stream back → record
+//! accept → identify → dedup → pool → breaker → budget → upstream → stream back → record
 //! ```
 //!
 //! [`proxy`] takes a request as far as *dedup* and hands the client its answer; the leader's
@@ -13,6 +13,7 @@ pub mod accept;
 pub mod answer;
 mod bodies;
 pub mod breaker;
+pub mod budget;
 pub mod credential;
 pub mod dedup;
 pub mod error;
@@ -29,6 +30,7 @@ mod tests;
 mod tool;
 mod tunnel;
 mod upstream;
+pub mod usage;
 
 use std::borrow::Cow;
 use std::future::{Future, ready};
@@ -47,9 +49,10 @@ use tower::ServiceExt as _;
 use tracing::{debug, error};
 
 use self::accept::Connection;
-use self::answer::{Answer, Ending, Linger, Reader, Writer};
+use self::answer::{Answer, Ending, Head, Linger, Reader, Writer};
 use self::bodies::BodyCopy;
 use self::breaker::Leave;
+use self::budget::{Bill, Ordered};
 use self::dedup::{Flight, Role, Sharing};
 use self::error::CallError;
 use self::identify::{Call, UpstreamRequest};
@@ -57,6 +60,7 @@ use self::record::Row;
 use self::redact::Secrets;
 use self::stream_back::ClientBody;
 use self::upstream::{Attempt, Came, Ended, Failure};
+use self::usage::{Ask, Meter, Missing, Used};
 use crate::clock::Clock;
 use crate::core::{Core, World};
 use crate::mode::Mode;
@@ -167,6 +171,7 @@ fn new_row(core: &Arc<Core>, parts: &Parts) -> Row {
         streaming: false,
         dedup: DedupLabel::Off,
         key: None,
+        reserved: None,
     };
     Row::new(core, core.clock.now(), start)
 }
@@ -244,42 +249,69 @@ async fn proxy(
     };
     if core.mode() == Mode::Bypass {
         call.sharing = None;
+        call.ask = None;
         call.guarded = false;
     }
     // dedup
     call.provider.state.mark_used();
     let provider = call.provider.clone();
     let id = call.row.id();
-    let role = match &call.sharing {
-        Some(sharing) => core.dedup.enter(sharing, id, core.clock.now()),
-        None => {
-            let (writer, reader) = Answer::begin(false, id, core.clock);
-            Role::Leader(writer, reader, None)
-        }
-    };
-    match role {
-        Role::Kept(kept) => {
-            call.row.open(DedupLabel::Cached, None);
-            stream_back::from_kept(kept, call.row, &provider, core.clock.now())
-        }
-        Role::Follower(reader) => {
-            call.row
-                .open(DedupLabel::Joined, Some(reader.answer().clone()));
-            follow(reader, call.row, &provider, dialect).await
-        }
-        Role::Leader(writer, reader, flight) => {
-            let label = match &call.sharing {
-                Some(_) => DedupLabel::Miss,
-                None => DedupLabel::Off,
-            };
-            call.row.open(label, Some(writer.answer().clone()));
-            // pool → breaker → budget → upstream → record
-            // Boxed before it is wrapped and spawned: it is some kilobytes, and each would copy it.
-            let shared_call = Box::pin(make_the_call(core.clone(), call, writer, flight));
-            tokio::spawn(core.open_calls.clone().unless_over(shared_call));
-            lead(reader, id, label, &provider, dialect).await
+    loop {
+        let role = match &call.sharing {
+            Some(sharing) => core.dedup.enter(sharing, id, core.clock.now()),
+            None => {
+                let (writer, reader) = Answer::begin(false, id, core.clock);
+                Role::Leader(writer, reader, None)
+            }
+        };
+        match role {
+            Role::Kept(kept) => {
+                call.row.open(DedupLabel::Cached, None);
+                call.row.shares(kept.worth.clone());
+                return stream_back::from_kept(kept, call.row, &provider, core.clock.now());
+            }
+            Role::Follower(reader) => {
+                call.row
+                    .open(DedupLabel::Joined, Some(reader.answer().clone()));
+                match reader.head().await {
+                    // Another tool's budget is spent: this call asks for itself.
+                    Err(error) if error.concerns_another(call.row.tool()) => {}
+                    head => return follow(head, reader, call.row, &provider, dialect),
+                }
+            }
+            Role::Leader(writer, reader, flight) => {
+                let label = match &call.sharing {
+                    Some(_) => DedupLabel::Miss,
+                    None => DedupLabel::Off,
+                };
+                call.row.open(label, Some(writer.answer().clone()));
+                call.row.bill(bill_of(core, &call, &writer));
+                // pool → breaker → budget → upstream → record
+                // Boxed before it is wrapped and spawned: it is some kilobytes, and each would
+                // copy it.
+                let shared_call = Box::pin(make_the_call(core.clone(), call, writer, flight));
+                tokio::spawn(core.open_calls.clone().unless_over(shared_call));
+                return lead(reader, id, label, &provider, dialect).await;
+            }
         }
     }
+}
+
+/// What the upstream call is to be paid by.
+fn bill_of(core: &Arc<Core>, call: &Call, writer: &Writer) -> Bill {
+    let start = call.row.start();
+    let ordered = Ordered {
+        provider: &call.provider,
+        model: call.model.as_ref(),
+        tool: start.map_or_else(|| Arc::from(""), |start| start.tool.clone()),
+        billing: start.map_or(Billing::Metered, |start| start.billing),
+        route: call.route,
+        dialect: call.dialect,
+        facts: &call.facts,
+        weight: call.weight,
+        worth: writer.answer().worth().clone(),
+    };
+    Bill::new(core, ordered)
 }
 
 /// The leader's answer, once its shared call has a head or an error.
@@ -301,13 +333,14 @@ async fn lead(
 }
 
 /// A follower's answer. Its row is its own.
-async fn follow(
+fn follow(
+    head: Result<Arc<Head>, CallError>,
     reader: Reader,
     row: Row,
     provider: &Provider,
     dialect: Dialect,
 ) -> Response<ClientBody> {
-    match reader.head().await {
+    match head {
         Ok(head) => stream_back::to_follower(&head, reader, row, provider),
         Err(error) => {
             let mut response = refused(&error, dialect, row);
@@ -317,8 +350,8 @@ async fn follow(
     }
 }
 
-/// The shared call: pool, breaker, upstream, record. It owns permit, trial and the leader's row,
-/// and goes on for its followers when the leader has left.
+/// The shared call: pool, breaker, budget, upstream, record. It owns permit, trial and the
+/// leader's row with its bill, and goes on for its followers when the leader has left.
 async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Option<Flight>) {
     let Call {
         row,
@@ -331,8 +364,12 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Opti
         sharing,
         guarded,
         request,
+        ask,
+        facts: _,
+        weight: _,
     } = call;
     let mut shared = SharedCall {
+        meter: Meter::of(route, &provider),
         copy: BodyCopy::begin(world.settings.log.bodies, &request),
         row,
         writer,
@@ -349,23 +386,57 @@ async fn make_the_call(core: Arc<Core>, call: Call, writer: Writer, flight: Opti
         dialect,
         core,
     };
-    // pool → breaker
+    // pool → breaker → budget
     let leave = match guarded {
         true => shared.leave(model).await.map(Some),
-        false => Ok(None),
+        false => {
+            shared.row.bill_mut().into_iter().for_each(Bill::admit);
+            Ok(None)
+        }
     };
     let leave = match leave {
         Ok(leave) => leave,
         Err(failure) => return shared.fail(failure, None),
     };
+    shared.row.is_reserved();
     // upstream → stream back
-    let attempt = shared.attempt(request, streaming, leave.as_ref()).await;
+    let attempt = shared
+        .attempt(request, ask, streaming, leave.as_ref())
+        .await;
     shared.row.upstream_ended(shared.clock().now());
     match attempt {
         Ok(ended) => shared.finish(ended, leave),
         Err(failure) => shared.fail(failure, leave),
     }
     // record: the row is written when `shared` is dropped
+}
+
+/// A permit, a pass of the breakers and a reservation, in this order.
+///
+/// Where only what others have reserved stands in the way, the permit goes back meanwhile: those
+/// behind may have budget left.
+async fn leave_within_budget(
+    core: &Arc<Core>,
+    provider: &Arc<Provider>,
+    model: Option<Arc<str>>,
+    bill: Option<&mut Bill>,
+) -> Result<Leave, CallError> {
+    let Some(bill) = bill else {
+        return Leave::wait(core, provider, model).await;
+    };
+    let began = core.clock.now();
+    // One that is refused anyway need not wait for a permit first.
+    bill.check()?;
+    let leave = Leave::wait(core, provider, model.clone()).await?;
+    let Some(waiting) = bill.reserve()? else {
+        return Ok(leave);
+    };
+    drop(leave);
+    bill.wait(waiting, provider.settings.limits.queue_wait)
+        .await?;
+    let mut leave = Leave::wait(core, provider, model).await?;
+    leave.queued = core.clock.now().since(began);
+    Ok(leave)
 }
 
 /// What the shared call owns besides its leave.
@@ -377,6 +448,8 @@ struct SharedCall {
     linger: Linger,
     /// Where bodies are kept.
     copy: Option<BodyCopy>,
+    /// Where usage is read.
+    meter: Option<Meter>,
     secrets: Secrets,
     sharing: Option<Sharing>,
     provider: Arc<Provider>,
@@ -390,10 +463,10 @@ impl SharedCall {
         self.core.clock
     }
 
-    /// Leave to go upstream.
+    /// Leave to go upstream, and the money for it.
     async fn leave(&mut self, model: Option<Arc<str>>) -> Result<Leave, Failure> {
         let began = self.clock().now();
-        let waiting = Leave::wait(&self.core, &self.provider, model);
+        let waiting = leave_within_budget(&self.core, &self.provider, model, self.row.bill_mut());
         let left = std::future::poll_fn(|cx| self.writer.poll_left(cx, &mut self.linger));
         let leave = tokio::select! {
             biased;
@@ -410,6 +483,7 @@ impl SharedCall {
     async fn attempt(
         &mut self,
         request: UpstreamRequest,
+        ask: Option<Ask>,
         streaming: bool,
         leave: Option<&Leave>,
     ) -> Result<Ended, Failure> {
@@ -426,8 +500,9 @@ impl SharedCall {
             &mut self.linger,
             self.core.clock,
         )
-        .copying_to(self.copy.as_mut());
-        let answering = attempt.send(request).await?;
+        .copying_to(self.copy.as_mut())
+        .metered_by(self.meter.as_mut(), &self.core.estimates);
+        let answering = attempt.send(request, ask).await?;
         let (row, writer) = (&mut self.row, &self.writer);
         row.upstream_head(self.core.clock.now());
         if writer.leader_left().is_none() {
@@ -464,7 +539,9 @@ impl SharedCall {
         }
         self.keep_bodies(ended.account.outcome);
         self.settle(ended.account.outcome, ended.account.error.clone());
+        let missing = self.usage();
         self.writer.finish(Ending::Whole, ended.account);
+        self.record(missing);
     }
 
     /// No answer, or half of one.
@@ -479,7 +556,9 @@ impl SharedCall {
                 if let Some(at) = self.writer.leader_left_at() {
                     self.row.ended_at(at);
                 }
-                return self.keep_bodies(Outcome::ClientLeft);
+                self.keep_bodies(Outcome::ClientLeft);
+                let missing = self.usage();
+                return self.record(missing);
             }
         };
         let told: Arc<str> = error.to_string().into();
@@ -489,6 +568,7 @@ impl SharedCall {
         let outcome = error.outcome();
         self.keep_bodies(outcome);
         self.settle(outcome, Some(told.clone()));
+        let missing = self.usage();
         if self.writer.has_head() {
             if event {
                 self.writer
@@ -504,6 +584,32 @@ impl SharedCall {
                 self.row.status(error.status());
             }
             self.writer.fail(error);
+        }
+        self.record(missing);
+    }
+
+    /// Puts what the call used on its row, or says what that is to be estimated from.
+    fn usage(&mut self) -> Option<Box<Missing>> {
+        let used = match self.meter.take() {
+            Some(mut meter) => {
+                self.row.answered_by(meter.answered.take());
+                meter.finish()
+            }
+            // It may be paid for, but not by the token.
+            None if self.route.is_guarded() => return None,
+            None => Ok(Used::Nothing),
+        };
+        match used {
+            Ok(used) => self.row.usage(used),
+            Err(missing) => return Some(missing),
+        }
+        None
+    }
+
+    /// The row goes into the record: at once, or with the estimate.
+    fn record(self, missing: Option<Box<Missing>>) {
+        if let Some(missing) = missing {
+            self.core.estimates.complete(self.row, missing);
         }
     }
 

@@ -14,6 +14,7 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::budget::Weight;
 use super::error::CallError;
 use super::identify::Place;
 use crate::core::{BODIES_HELD, Core};
@@ -52,6 +53,8 @@ impl RequestBody {
 pub struct ReadBody {
     pub body: RequestBody,
     pub facts: RequestFacts,
+    /// What bounds its cost; `None` where it was not read, or cannot be.
+    pub weight: Option<Weight>,
     /// Has hashed a body that was read whole; the key's parts are still to come.
     pub hasher: Option<KeyHasher>,
 }
@@ -61,6 +64,7 @@ impl ReadBody {
         ReadBody {
             body: RequestBody::Streamed { read, rest },
             facts: RequestFacts::default(),
+            weight: None,
             hasher: None,
         }
     }
@@ -126,12 +130,13 @@ pub async fn read_body(
         read.push(chunk);
     }
     let bytes = join(read, total);
-    let facts = match encoding {
-        Encoding::Identity => scan.finish(),
+    let (facts, weight) = match encoding {
+        Encoding::Identity => (scan.finish(), Some(Weight::of(&bytes))),
         encoding => read_encoded(encoding, &bytes, limit).await?,
     };
     Ok(ReadBody {
         facts,
+        weight,
         hasher: Some(hasher),
         body: RequestBody::Whole { bytes, held },
     })
@@ -181,14 +186,14 @@ async fn read_encoded(
     encoding: Encoding,
     bytes: &Bytes,
     limit: u64,
-) -> Result<RequestFacts, CallError> {
+) -> Result<(RequestFacts, Option<Weight>), CallError> {
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     let body = bytes.clone();
     let scan = move || {
         decode_request(encoding, &body, limit).map(|decoded| {
             let mut scan = RequestScan::new();
             scan.feed(&decoded);
-            scan.finish()
+            (scan.finish(), Some(Weight::of(&decoded)))
         })
     };
     let facts = if bytes.len() <= DECODED_INLINE {
@@ -200,7 +205,7 @@ async fn read_encoded(
     };
     match facts {
         Ok(facts) => Ok(facts),
-        Err(DecodeError::Unsupported) => Ok(RequestFacts::default()),
+        Err(DecodeError::Unsupported) => Ok((RequestFacts::default(), None)),
         Err(DecodeError::Corrupt) => Err(CallError::BadRequest(
             "the request's body is not what its content-encoding says; send it again, or uncompressed"
                 .to_owned(),

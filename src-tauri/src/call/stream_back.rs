@@ -237,7 +237,7 @@ impl SharedBody {
 
 impl Drop for SharedBody {
     fn drop(&mut self) {
-        let Some(row) = &mut self.follower else {
+        let Some(mut row) = self.follower.take() else {
             return;
         };
         if let Some(came) = self.reader.content_at() {
@@ -248,5 +248,6 @@ impl Drop for SharedBody {
         if let Some(account) = self.reader.account() {
             row.settle(account.outcome, account.error);
         }
+        self.reader.record(row);
     }
 }

@@ -34,8 +34,8 @@ enum End {
     Error,
 }
 
-struct Bench {
-    core: Arc<Core>,
+pub(super) struct Bench {
+    pub(super) core: Arc<Core>,
     provider: Arc<Provider>,
     folder: TempDir,
 }
@@ -51,7 +51,7 @@ const SHARING: Sharing = Sharing {
 };
 
 impl Bench {
-    fn new() -> Bench {
+    pub(super) fn new() -> Bench {
         let folder = tempfile::tempdir().expect("a scratch folder");
         let settings = "[limits]\nconcurrency = 1\n";
         let settings = Settings::parse(settings, &Overrides::default()).expect("settings");
@@ -65,7 +65,7 @@ impl Bench {
         }
     }
 
-    fn row(&self) -> Row {
+    pub(super) fn row(&self) -> Row {
         let request = Request::post("/v1/chat/completions").body(());
         let (parts, ()) = request.expect("a request").into_parts();
         let mut row = new_row(&self.core, &parts);
@@ -83,6 +83,7 @@ impl Bench {
         let task = tokio::spawn(async move {
             let mut shared = SharedCall {
                 copy: None,
+                meter: None,
                 row,
                 writer,
                 _flight: flight,
@@ -136,7 +137,7 @@ impl Bench {
         }
     }
 
-    async fn rows(&self) -> Vec<CallRow> {
+    pub(super) async fn rows(&self) -> Vec<CallRow> {
         let none_left = self.core.open_calls.none_left();
         let in_time = tokio::time::timeout(Duration::from_secs(30), none_left).await;
         assert!(in_time.is_ok(), "a call keeps its row");
@@ -205,7 +206,13 @@ async fn however_a_call_ends_nothing_leaks_and_everybody_is_told() {
                 let (mut row, provider) = (bench.row(), bench.provider.clone());
                 row.open(DedupLabel::Joined, Some(follower.answer().clone()));
                 async move {
-                    let mut response = follow(follower, row, &provider, Dialect::OpenAi).await;
+                    let mut response = follow(
+                        follower.head().await,
+                        follower,
+                        row,
+                        &provider,
+                        Dialect::OpenAi,
+                    );
                     let (body, in_order) = read_whole(&mut response).await;
                     (response.status(), body, in_order)
                 }
@@ -290,7 +297,13 @@ async fn a_follower_that_panics_leaves_its_place_alone() {
     row.open(DedupLabel::Joined, Some(follower.answer().clone()));
     let provider = bench.provider.clone();
     let panicked = tokio::spawn(async move {
-        let _response = follow(follower, row, &provider, Dialect::OpenAi).await;
+        let _response = follow(
+            follower.head().await,
+            follower,
+            row,
+            &provider,
+            Dialect::OpenAi,
+        );
         panic!("on purpose, with a place and a row in hand");
     });
     assert!(panicked.await.unwrap_err().is_panic());

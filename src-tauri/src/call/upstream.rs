@@ -18,15 +18,17 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::time::Sleep;
 
-use super::answer::{Account, Head, Linger, Writer};
+use super::answer::{Account, Head, Linger, Writer, own_bytes};
 use super::bodies::BodyCopy;
 use super::error::CallError;
 use super::headers::{remove_cors, remove_hop_by_hop};
 use super::identify::UpstreamRequest;
 use super::read_body::{RequestBody, upload_error};
+use super::usage::{Ask, Estimates, Meter, REFUSAL_BYTES, filter_of, hand_on};
 use crate::clock::{Clock, Moment};
 use crate::policy::routing::Route;
 use crate::policy::tap::{Encoding, End, Framing, Reading, Tap};
+use crate::policy::usage::filter::UsageFilter;
 use crate::provider::Provider;
 use crate::provider::clients::describe;
 use crate::provider::state::Health;
@@ -241,6 +243,7 @@ pub struct Attempt<'a> {
     deadline: Deadline,
     upload: Arc<Upload>,
     copy: Option<&'a mut BodyCopy>,
+    meter: Option<(&'a mut Meter, &'a Estimates)>,
 }
 
 /// The answer's head has come; its body is to be relayed.
@@ -249,6 +252,8 @@ pub struct Answering {
     body: reqwest::Body,
     tap: Tap,
     framing: Framing,
+    /// Takes out what only Traygate has asked for.
+    filter: Option<UsageFilter>,
     // Keeps the call's place on its client until the last byte.
     _lease: crate::provider::clients::Lease,
 }
@@ -273,6 +278,7 @@ impl<'a> Attempt<'a> {
             timing,
             upload: Arc::default(),
             copy: None,
+            meter: None,
         }
     }
 
@@ -282,14 +288,97 @@ impl<'a> Attempt<'a> {
         self
     }
 
-    /// Sends the request and waits for the answer's head.
+    /// Lets `meter` see what goes to and fro. What it keeps of the request has its place in
+    /// `estimates`.
+    pub fn metered_by(
+        mut self,
+        meter: Option<&'a mut Meter>,
+        estimates: &'a Estimates,
+    ) -> Attempt<'a> {
+        self.meter = meter.map(|meter| (meter, estimates));
+        self
+    }
+
+    /// Sends the request and waits for the answer's head. A stream may be asked for its usage,
+    /// too.
     ///
     /// It is sent once. reqwest sends it again only where its connection hands it back unsent or
-    /// HTTP/2 says that it was not processed.
+    /// HTTP/2 says that it was not processed. A provider that refuses to be asked is the one
+    /// exception: it gets the client's own request after that.
     ///
     /// # Errors
     /// [`Failure`].
-    pub async fn send(&mut self, request: UpstreamRequest) -> Result<Answering, Failure> {
+    pub async fn send(
+        &mut self,
+        request: UpstreamRequest,
+        ask: Option<Ask>,
+    ) -> Result<Answering, Failure> {
+        let (request, unasked) = match ask {
+            Some(ask) => ask.put_into(request, self.provider),
+            None => (request, None),
+        };
+        let mut answering = self.send_as_is(request).await?;
+        let Some(unasked) = unasked else {
+            return Ok(answering);
+        };
+        if matches!(answering.head.status.as_u16(), 400 | 422) {
+            let beginning = self.read_beginning(&mut answering.body).await?;
+            if unasked.is_refused(self.provider, &answering.head, &beginning) {
+                drop(answering);
+                let limit = self.timing.before_first_byte();
+                self.deadline.restart(self.clock.now(), limit);
+                return self.send_as_is(unasked.request()).await;
+            }
+            answering.body = reqwest::Body::wrap(Resumed {
+                beginning: Some(beginning),
+                rest: answering.body,
+            });
+        }
+        answering.filter = filter_of(&mut answering.head, answering.framing);
+        Ok(answering)
+    }
+
+    /// Reads an error's body, or as much of it as may tell of a refusal.
+    async fn read_beginning(&mut self, body: &mut reqwest::Body) -> Result<Bytes, Failure> {
+        let mut beginning = Vec::new();
+        while beginning.len() < REFUSAL_BYTES && !body.is_end_stream() {
+            match self.watch(body.frame()).await? {
+                None => break,
+                Some(Err(error)) => return Err(self.broke(error)),
+                Some(Ok(frame)) => {
+                    let chunk = frame.into_data().unwrap_or_default();
+                    beginning.extend_from_slice(&chunk);
+                }
+            }
+        }
+        Ok(beginning.into())
+    }
+
+    /// Sends what is given, and lets the meter see it and the head that comes back.
+    async fn send_as_is(&mut self, request: UpstreamRequest) -> Result<Answering, Failure> {
+        if let Some((meter, estimates)) = &mut self.meter {
+            meter.sends(&request, &self.upload, estimates);
+        }
+        let sent = self.execute(request).await;
+        if let Some((meter, _)) = &mut self.meter {
+            match &sent {
+                Ok(answering) => meter.head(&answering.head, answering.framing),
+                // It may be at work on it.
+                Err(
+                    Failure::Left
+                    | Failure::Error {
+                        error: CallError::UpstreamTimeout { .. },
+                        ..
+                    },
+                ) => {}
+                Err(_) => meter.nothing(),
+            }
+        }
+        sent
+    }
+
+    /// One request and its answer's head.
+    async fn execute(&mut self, request: UpstreamRequest) -> Result<Answering, Failure> {
         let lease = self
             .provider
             .clients
@@ -360,6 +449,7 @@ impl<'a> Attempt<'a> {
                 head.status.as_u16(),
             ),
             framing,
+            filter: None,
             head: Head {
                 status: head.status,
                 length: length.filter(|_| !is_head),
@@ -379,18 +469,47 @@ impl<'a> Attempt<'a> {
     pub async fn relay(
         &mut self,
         answering: Answering,
-        mut on: impl FnMut(Came, Moment),
+        on: impl FnMut(Came, Moment),
     ) -> Result<Ended, Failure> {
         let Answering {
             head,
             mut body,
             mut tap,
             framing,
+            mut filter,
             _lease,
         } = answering;
         let status = head.status.as_u16();
         let is_open_ended = !head.headers.contains_key(CONTENT_LENGTH);
         self.writer.prepare_head(head);
+        let read = self
+            .read(&mut body, status, framing, &mut tap, filter.as_mut(), on)
+            .await;
+        // What was held back of an event that never ended is the client's.
+        if let Some(filter) = &mut filter {
+            filter.finish(|part| self.writer.append(part));
+        }
+        let failure = read.err().map(|failure| failure.after(&tap, is_open_ended));
+        let reading = tap.finish();
+        if let Some((meter, _)) = &mut self.meter {
+            meter.read(&reading, framing);
+        }
+        match failure {
+            Some(failure) => Err(failure),
+            None => Ok(self.ended(status, framing, reading)),
+        }
+    }
+
+    /// Reads the body to its end, in order or not.
+    async fn read(
+        &mut self,
+        body: &mut reqwest::Body,
+        status: u16,
+        framing: Framing,
+        tap: &mut Tap,
+        mut filter: Option<&mut UsageFilter>,
+        mut on: impl FnMut(Came, Moment),
+    ) -> Result<(), Failure> {
         // Head and first chunk often come together: one wake-up serves both.
         let mut arrived = if body.is_end_stream() {
             Some(None)
@@ -405,24 +524,18 @@ impl<'a> Attempt<'a> {
         loop {
             let frame = match arrived.take() {
                 Some(frame) => frame,
-                None => match self.next(&mut body).await {
+                None => match self.next(body).await {
                     Ok(frame) => frame,
                     // Its readers took all there was and left without waiting for the end.
                     Err(Failure::Left) if self.writer.has_all() => None,
                     // It was whole; the provider only kept its connection open.
                     Err(Failure::Error { .. }) if tap.saw_end() => None,
-                    Err(failure) => return Err(failure.after(&tap, is_open_ended)),
+                    Err(failure) => return Err(failure),
                 },
             };
             let chunk = match frame {
-                None => return Ok(self.ended(status, framing, tap.finish())),
-                Some(Err(error)) => {
-                    let error = CallError::UpstreamBroke {
-                        provider: self.provider.name().clone(),
-                        reason: describe(&error.without_url()),
-                    };
-                    return Err(Failure::from(error).after(&tap, is_open_ended));
-                }
+                None => return Ok(()),
+                Some(Err(error)) => return Err(self.broke(error)),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(chunk) if !chunk.is_empty() => chunk,
                     // Nothing, which the head must not wait behind, or trailers.
@@ -444,15 +557,18 @@ impl<'a> Attempt<'a> {
                 self.deadline.restart(now, limit);
             }
             let is_last = body.is_end_stream();
-            if is_last {
-                self.writer.hold(chunk.clone());
-            } else {
-                self.writer.append(chunk.clone());
+            let chunk = own_bytes(chunk);
+            if !hand_on(self.writer, &chunk, filter.as_deref_mut(), is_last) {
+                // The head must not wait behind what is kept.
+                self.writer.announce();
             }
             if let Some(copy) = &mut self.copy {
                 copy.chunk(&chunk);
             }
             tap.feed(&chunk);
+            if let Some((meter, _)) = &mut self.meter {
+                meter.chunk(&chunk);
+            }
             if tap.saw_end() {
                 self.writer.all_said();
                 let span = AFTER_LAST_EVENT.span.min(self.deadline.limit.span);
@@ -471,7 +587,7 @@ impl<'a> Attempt<'a> {
                 }
             }
             if is_last {
-                return Ok(self.ended(status, framing, tap.finish()));
+                return Ok(());
             }
         }
     }
@@ -555,6 +671,13 @@ impl<'a> Attempt<'a> {
         })
     }
 
+    fn broke(&self, error: reqwest::Error) -> Failure {
+        Failure::from(CallError::UpstreamBroke {
+            provider: self.provider.name().clone(),
+            reason: describe(&error.without_url()),
+        })
+    }
+
     fn unreachable(&self, reason: String) -> Failure {
         Failure::from(CallError::UpstreamUnreachable {
             provider: self.provider.name().clone(),
@@ -626,6 +749,7 @@ impl<'a> Attempt<'a> {
 #[derive(Debug, Default)]
 pub struct Upload {
     chunks: AtomicU64,
+    bytes: AtomicU64,
     seen: AtomicU64,
     broke: OnceLock<CallError>,
     /// The upstream would take more than the client has sent.
@@ -637,6 +761,16 @@ impl Upload {
     fn moved(&self) -> bool {
         let chunks = self.chunks.load(Ordering::Relaxed);
         self.seen.swap(chunks, Ordering::Relaxed) != chunks
+    }
+
+    /// So many have gone through.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, chunk: &Bytes) {
+        let bytes = chunk.len() as u64;
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     fn starves(&self) -> bool {
@@ -661,14 +795,22 @@ impl http_body::Body for UploadBody {
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         self.upload.chunks.fetch_add(1, Ordering::Relaxed);
         if let Some(chunk) = self.read.next() {
+            self.upload.count(&chunk);
             return Poll::Ready(Some(Ok(Frame::data(chunk))));
         }
         let polled = Pin::new(&mut self.rest).poll_frame(cx);
         let starves = polled.is_pending();
         self.upload.starves.store(starves, Ordering::Relaxed);
         let frame = std::task::ready!(polled);
-        if let Some(Err(error)) = &frame {
-            self.upload.broke.get_or_init(|| upload_error(error));
+        match &frame {
+            Some(Ok(frame)) => frame
+                .data_ref()
+                .into_iter()
+                .for_each(|chunk| self.upload.count(chunk)),
+            Some(Err(error)) => {
+                self.upload.broke.get_or_init(|| upload_error(error));
+            }
+            None => {}
         }
         Poll::Ready(frame)
     }
@@ -691,6 +833,31 @@ impl http_body::Body for UploadBody {
             hint.set_upper(upper + read);
         }
         hint
+    }
+}
+
+/// An answer's body of which the beginning has been read.
+struct Resumed {
+    beginning: Option<Bytes>,
+    rest: reqwest::Body,
+}
+
+impl http_body::Body for Resumed {
+    type Data = Bytes;
+    type Error = reqwest::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, reqwest::Error>>> {
+        match self.beginning.take() {
+            Some(beginning) => Poll::Ready(Some(Ok(Frame::data(beginning)))),
+            None => Pin::new(&mut self.rest).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.beginning.is_none() && self.rest.is_end_stream()
     }
 }
 
@@ -761,6 +928,7 @@ mod tests {
             body,
             tap: Tap::new(Route::ChatCompletions, framing, Encoding::Identity, 200),
             framing,
+            filter: None,
             _lease: provider.clients.lease().expect("a client"),
         }
     }

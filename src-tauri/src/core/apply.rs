@@ -388,6 +388,11 @@ impl Core {
         let new = Arc::new(old.changed_to(settings));
         *self.world.write().unwrap_or_else(PoisonError::into_inner) = new.clone();
         self.configure_providers(&old, &new);
+        // A provider's address is part of its prices.
+        self.configure_spend(&new.settings);
+        if old.settings.spend.prices != new.settings.spend.prices {
+            self.reprice();
+        }
         let wanted = wanted_keys(&new.settings);
         if wanted != wanted_keys(&old.settings) {
             self.keys.reload(wanted);

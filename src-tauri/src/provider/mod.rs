@@ -15,6 +15,7 @@ use url::Url;
 use self::clients::Clients;
 use self::state::ProviderState;
 use crate::policy::routing::{Base, Dialect};
+use crate::policy::usage::Flavour;
 use crate::settings::{ProviderKind, ProviderSettings};
 
 /// One provider. Settings that change make a new one around the same [`ProviderState`].
@@ -23,6 +24,8 @@ pub struct Provider {
     pub base: Base,
     /// Its name as a header value.
     pub label: HeaderValue,
+    /// What its answers' counts mean, where they do not say it themselves.
+    pub flavour: Flavour,
     pub clients: Arc<Clients>,
     pub state: Arc<ProviderState>,
     /// The upstream addresses of the few paths that most calls have: parsing one costs as much as
@@ -59,6 +62,10 @@ impl Provider {
             base: Base::new(&settings.base_url),
             label: HeaderValue::from_str(&settings.name)
                 .unwrap_or_else(|_| HeaderValue::from_static("provider")),
+            flavour: settings
+                .base_url
+                .host_str()
+                .map_or(Flavour::Plain, Flavour::of),
             clients,
             state,
             addresses: RwLock::default(),

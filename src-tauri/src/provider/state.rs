@@ -1,7 +1,7 @@
 //! What a provider's calls share while Traygate runs, across changes of its settings: the pool,
-//! the breakers and the last thing that went wrong.
+//! the breakers, what it refuses to be asked, and the last thing that went wrong.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,6 +21,10 @@ use crate::settings::ProviderSettings;
 /// model names can fill.
 const MODEL_BREAKERS: usize = 256;
 
+/// Models of one provider that refuse to be asked for their usage; when there are more, it is the
+/// provider.
+const REFUSING_MODELS: usize = 64;
+
 /// A provider's pool and breakers.
 pub struct ProviderState {
     pub pool: Pool,
@@ -34,6 +38,10 @@ pub struct ProviderState {
     configured: Notify,
     /// A recovery check runs.
     checking: AtomicBool,
+    /// Models whose streams are not asked for their usage any more.
+    unasked: Mutex<HashSet<Arc<str>>>,
+    /// There are any: calls look no further while there are none.
+    any_unasked: AtomicBool,
     /// A call has gone to it.
     used: AtomicBool,
 }
@@ -126,6 +134,8 @@ impl ProviderState {
             opened: Notify::new(),
             configured: Notify::new(),
             checking: AtomicBool::new(false),
+            unasked: Mutex::default(),
+            any_unasked: AtomicBool::new(false),
             used: AtomicBool::new(false),
         }
     }
@@ -136,6 +146,9 @@ impl ProviderState {
     pub fn configure(&self, settings: &ProviderSettings, now: Moment) -> Vec<Change> {
         self.pool.resize(settings.limits.concurrency);
         self.pool.set_queue(settings.limits.queue);
+        // It may be another one now.
+        self.lock_unasked().clear();
+        self.any_unasked.store(false, Ordering::Release);
         let mut guards = self.lock();
         let breakers = &mut *guards;
         breakers.settings = settings.breaker.clone();
@@ -163,6 +176,28 @@ impl ProviderState {
 
     fn looks_at_model<'a>(&self, model: Option<&'a Arc<str>>) -> Option<&'a Arc<str>> {
         model.filter(|_| self.overloads.load(Ordering::Acquire))
+    }
+
+    fn lock_unasked(&self) -> MutexGuard<'_, HashSet<Arc<str>>> {
+        self.unasked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It has refused to be asked for the usage of a stream of this model.
+    pub fn usage_refused(&self, model: &Arc<str>) {
+        let mut unasked = self.lock_unasked();
+        if unasked.len() < REFUSING_MODELS {
+            unasked.insert(model.clone());
+        }
+        self.any_unasked.store(true, Ordering::Release);
+    }
+
+    /// Streams of this model are better not asked for their usage.
+    pub fn refuses_usage(&self, model: &str) -> bool {
+        if !self.any_unasked.load(Ordering::Acquire) {
+            return false;
+        }
+        let unasked = self.lock_unasked();
+        unasked.len() >= REFUSING_MODELS || unasked.contains(model)
     }
 
     /// A call goes to it.
@@ -456,5 +491,34 @@ impl Guards {
         }) {
             self.models.remove(model);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::settings::{Overrides, Settings};
+
+    #[test]
+    fn who_refuses_to_be_asked_is_remembered_until_the_settings_change() {
+        let settings = Settings::parse("", &Overrides::default()).expect("the defaults");
+        let settings = settings.provider("openai").expect("shipped");
+        let state = ProviderState::new(settings);
+        let model = |n: usize| -> Arc<str> { format!("m{n}").into() };
+        assert!(!state.refuses_usage("m0"));
+        state.usage_refused(&model(0));
+        assert!(state.refuses_usage("m0") && !state.refuses_usage("m1"));
+        // So many that it must be the provider.
+        for n in 0..2 * REFUSING_MODELS {
+            state.usage_refused(&model(n));
+        }
+        assert!(state.refuses_usage("another"));
+        assert_eq!(state.lock_unasked().len(), REFUSING_MODELS);
+
+        let now = Moment::at(Duration::ZERO);
+        assert!(state.configure(settings, now).is_empty());
+        assert!(!state.refuses_usage("m0"));
     }
 }

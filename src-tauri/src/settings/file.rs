@@ -11,7 +11,7 @@ use url::Url;
 
 use super::error::{Fault, closest};
 use super::section::{Known, Section, pattern};
-use super::shipped::{blank, demo_placeholder, shipped};
+use super::shipped::{asks_usage, blank, demo_placeholder, shipped};
 use super::{
     BodyLog, Budget, DedupMode, DedupRule, DedupSettings, KeySource, Limits, LogSettings,
     Nanodollars, NotifySettings, Pattern, Period, PriceRule, ProviderKind, ProviderSettings,
@@ -303,11 +303,19 @@ fn price(mut section: Section<'_>) -> Result<PriceRule, Fault> {
     let model = section.pattern("model")?;
     let input = section.dollars("input")?;
     let output = section.dollars("output")?;
+    let (cached_input, cache_write, cache_write_1h) = (
+        section.dollars("cached_input")?,
+        section.dollars("cache_write")?,
+        section.dollars("cache_write_1h")?,
+    );
     let missing = |key| section.fault(key, "is missing");
     let rule = PriceRule {
         model: model.ok_or_else(|| missing("model"))?,
         input: input.ok_or_else(|| missing("input"))?,
         output: output.ok_or_else(|| missing("output"))?,
+        cached_input,
+        cache_write,
+        cache_write_1h,
     };
     section.finish()?;
     Ok(rule)
@@ -520,9 +528,7 @@ impl<'t> GivenProvider<'t> {
         set(&mut provider.headers, self.headers.clone());
         provider.auth_header = self.auth_header.clone();
         provider.ca_file = self.ca_file.clone();
-        provider.ask_usage = self
-            .ask_usage
-            .unwrap_or(provider.kind == ProviderKind::OpenAi);
+        provider.ask_usage = self.ask_usage.unwrap_or_else(|| asks_usage(provider.kind));
         // After `local`, which decides what these start from.
         if provider.local {
             start_local(provider);

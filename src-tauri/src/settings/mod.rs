@@ -29,6 +29,7 @@ use url::Url;
 use wildmatch::WildMatch;
 
 use crate::policy::breaker::BreakerSettings;
+pub use crate::policy::money::Nanodollars;
 
 pub use error::SettingsError;
 pub use in_force::{InForce, Setting};
@@ -182,6 +183,12 @@ pub struct PriceRule {
     pub model: Pattern,
     pub input: Nanodollars,
     pub output: Nanodollars,
+    /// Input found in the provider's prompt cache; `None`: as `input`.
+    pub cached_input: Option<Nanodollars>,
+    /// Input written to it for five minutes, or for a time not stated; `None`: as `input`.
+    pub cache_write: Option<Nanodollars>,
+    /// Input written to it for an hour; `None`: as `cache_write`.
+    pub cache_write_1h: Option<Nanodollars>,
 }
 
 /// `[[budget]]`: what may be spent in a period. A missing pattern matches every call.
@@ -200,25 +207,6 @@ pub enum Period {
     Hour,
     Day,
     Month,
-}
-
-/// Billionths of a dollar: money is never a float.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Nanodollars(pub u64);
-
-impl Nanodollars {
-    /// `5`, `0.50`: 0 to 1,000,000 with at most nine decimals. `None` for anything else.
-    pub fn from_decimal(text: &str) -> Option<Self> {
-        let (whole, decimals) = text.split_once('.').unwrap_or((text, ""));
-        let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-        if whole.is_empty() || decimals.len() > 9 || !digits(whole) || !digits(decimals) {
-            return None;
-        }
-        let whole: u64 = whole.parse().ok()?;
-        let billionths: u64 = format!("{decimals:0<9}").parse().ok()?;
-        let amount = whole.checked_mul(1_000_000_000)?.checked_add(billionths)?;
-        (amount <= 1_000_000_000_000_000).then_some(Self(amount))
-    }
 }
 
 /// `[notify]`: what is worth interrupting a person for.
@@ -550,17 +538,12 @@ impl Settings {
         Ok(())
     }
 
-    /// What was set that this version does not heed, in words: a budget that nobody holds must
-    /// not pass for one.
+    /// What was set that this version does not heed, in words.
     pub fn not_in_effect(&self) -> Vec<&'static str> {
         let Ok(default) = Settings::parse("", &Overrides::default()) else {
             return Vec::new();
         };
         let told = [
-            (
-                self.spend != default.spend,
-                "[spend], [[price]] and [[budget]] are not in effect in this version: nothing is priced and no budget is held",
-            ),
             (
                 self.notify != default.notify,
                 "[notify] is not in effect in this version",

@@ -76,8 +76,14 @@ pub(super) fn blank(
         auth_header: None,
         headers: Vec::new(),
         ca_file: None,
-        ask_usage: kind == ProviderKind::OpenAi,
+        ask_usage: asks_usage(kind),
     }
+}
+
+/// Whether a chat stream is asked for its tokens: Anthropic's own dialect always says them, and
+/// what it makes of OpenAI's is not known.
+pub(super) fn asks_usage(kind: ProviderKind) -> bool {
+    kind != ProviderKind::Anthropic
 }
 
 fn address(text: &str) -> Url {

@@ -143,7 +143,8 @@ fn out_of_the_box() {
     ] {
         assert_eq!(span, Duration::from_secs(600));
     }
-    assert!(!ollama.ask_usage);
+    assert!(ollama.ask_usage);
+    assert!(!settings.provider("anthropic").unwrap().ask_usage);
     let chatgpt = settings.provider("chatgpt").unwrap();
     assert_eq!(chatgpt.key, KeySource::Pass);
     assert!(settings.routes[0].model.matches("Demo-2"));
