@@ -5,6 +5,7 @@ pub mod check;
 pub mod key;
 pub mod repeats;
 mod serve;
+pub mod spend;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -99,6 +100,16 @@ enum Command {
     ///   traygate calls --since 2026-11-01 --format csv > november.csv
     #[command(verbatim_doc_comment)]
     Calls(calls::CallsArgs),
+    /// Say what was spent and saved, by day, model, tool and more
+    ///
+    ///   traygate spend                          the last 30 days
+    ///   traygate spend --by tool --since 7d
+    ///   traygate spend --by month --format csv > months.csv
+    ///
+    /// Sums stay when calls go from the record, and are exact to the billionth of a dollar. Days
+    /// and months are those of this machine's calendar.
+    #[command(verbatim_doc_comment)]
+    Spend(spend::SpendArgs),
     /// Say what share of calls repeat an earlier one
     ///
     ///   traygate repeats                        of all calls on record
@@ -269,6 +280,10 @@ fn run(cli: &Cli, matches: &ArgMatches) -> anyhow::Result<ExitCode> {
         }
         Command::Calls(args) => {
             calls::run(args, &cli.places.data_dir()?, &mut std::io::stdout().lock())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Spend(args) => {
+            spend::run(args, &cli.places.data_dir()?, &mut std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Repeats(args) => {

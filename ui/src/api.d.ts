@@ -153,6 +153,43 @@ export interface paths {
         readonly patch?: never;
         readonly trace?: never;
     };
+    readonly "/traygate/api/prices": {
+        readonly parameters: {
+            readonly query?: never;
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        /** Where prices come from, and which models of this run have none. */
+        readonly get: operations["get_prices"];
+        readonly put?: never;
+        readonly post?: never;
+        readonly delete?: never;
+        readonly options?: never;
+        readonly head?: never;
+        readonly patch?: never;
+        readonly trace?: never;
+    };
+    readonly "/traygate/api/prices/refresh": {
+        readonly parameters: {
+            readonly query?: never;
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        readonly get?: never;
+        readonly put?: never;
+        /**
+         * Fetches today's price list. It takes the place of the old one only if it is whole and in
+         *     proportion; calls on record without a price get theirs.
+         */
+        readonly post: operations["post_refresh"];
+        readonly delete?: never;
+        readonly options?: never;
+        readonly head?: never;
+        readonly patch?: never;
+        readonly trace?: never;
+    };
     readonly "/traygate/api/providers/{name}/breaker": {
         readonly parameters: {
             readonly query?: never;
@@ -277,6 +314,26 @@ export interface paths {
         readonly patch: operations["patch_settings"];
         readonly trace?: never;
     };
+    readonly "/traygate/api/spend": {
+        readonly parameters: {
+            readonly query?: never;
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        /**
+         * What calls used, cost and saved, by hour, day, month, provider, model or tool. Sums stay when
+         *     calls go from the record, and are exact to the nano-dollar.
+         */
+        readonly get: operations["get_spend"];
+        readonly put?: never;
+        readonly post?: never;
+        readonly delete?: never;
+        readonly options?: never;
+        readonly head?: never;
+        readonly patch?: never;
+        readonly trace?: never;
+    };
     readonly "/traygate/api/state": {
         readonly parameters: {
             readonly query?: never;
@@ -336,7 +393,72 @@ export interface components {
          * @description What a warning is about.
          * @enum {string}
          */
-        readonly About: "port" | "log" | "settings" | "keyring" | "note";
+        readonly About: "port" | "log" | "settings" | "keyring" | "prices" | "note";
+        /**
+         * @description Tokens and money of one call, as its row has them. Money is in nano-dollars, billionths of a
+         *     dollar: whole numbers, which a double holds exactly up to nine million dollars.
+         */
+        readonly Account: {
+            /**
+             * Format: int64
+             * @description Input written to the cache for an hour.
+             */
+            readonly cache_write_1h_tokens?: number | null;
+            /**
+             * Format: int64
+             * @description Input written to the cache for five minutes.
+             */
+            readonly cache_write_5m_tokens?: number | null;
+            /**
+             * Format: int64
+             * @description Input read from the provider's cache.
+             */
+            readonly cached_input_tokens?: number | null;
+            /**
+             * Format: int64
+             * @description What it adds to the bill; `null` while that is not known, or without a price.
+             */
+            readonly cost_nanos?: number | null;
+            /**
+             * Format: int64
+             * @description Fresh input: neither read from the provider's cache nor written to it. `null` is unknown,
+             *     as in all of these; a shared answer's tokens are those of the call that caused it.
+             */
+            readonly input_tokens?: number | null;
+            /**
+             * Format: int64
+             * @description What it is worth by the list; the same as the cost where it is paid for by the token.
+             */
+            readonly list_nanos?: number | null;
+            /**
+             * Format: int64
+             * @description Output, reasoning included.
+             */
+            readonly output_tokens?: number | null;
+            /**
+             * @description `unpriced`: its model has no price. `reported`: the provider said what it cost. `reserved`:
+             *     it was interrupted, and the cost is what was held for it. `null`: by Traygate's prices, or
+             *     there is nothing to price.
+             */
+            readonly pricing?: string | null;
+            /**
+             * Format: int64
+             * @description The part of the output that was reasoning.
+             */
+            readonly reasoning_tokens?: number | null;
+            /**
+             * Format: int64
+             * @description What a joined or kept answer would have cost.
+             */
+            readonly saved_nanos?: number | null;
+            /** @description The tier of service that was asked for, where it has prices of its own. */
+            readonly service_tier?: string | null;
+            /**
+             * @description How far these can be relied on: `reported` by the provider, `doubtful` where its counts do
+             *     not add up, `estimated` in part.
+             */
+            readonly usage_basis?: string | null;
+        };
         readonly ApiErrorDetail: {
             /** @description What programs match. */
             readonly code: string;
@@ -399,6 +521,41 @@ export interface components {
          * @enum {string}
          */
         readonly BreakerState: "closed" | "open" | "half_open";
+        /** @description A budget in its present period. */
+        readonly Budget: {
+            /** Format: int64 */
+            readonly cap_nanos: number;
+            /**
+             * Format: int64
+             * @description What calls under way have reserved.
+             */
+            readonly held_nanos: number;
+            readonly level: components["schemas"]["BudgetLevel"];
+            /** @description In words: `the day's budget for tool "aider"`. */
+            readonly name: string;
+            /**
+             * Format: date-time
+             * @description When the next begins.
+             */
+            readonly resets_at: string;
+            /**
+             * Format: date-time
+             * @description When the present period began.
+             */
+            readonly since: string;
+            /** Format: int64 */
+            readonly spent_nanos: number;
+        };
+        /**
+         * @description How far a budget is spent.
+         * @enum {string}
+         */
+        readonly BudgetLevel: "within" | "near" | "spent";
+        /**
+         * @description What of a budget is worth telling.
+         * @enum {string}
+         */
+        readonly BudgetNews: "near" | "spent" | "refused";
         /** @description What a call asked and was answered: decoded, and without keys. */
         readonly CallBody: {
             /** @description The call that went upstream: another one where the answer was shared. */
@@ -415,7 +572,7 @@ export interface components {
          * @description One call as it is on record. Words are kept as they are written: another hand may have
          *     written them.
          */
-        readonly CallRow: {
+        readonly CallRow: components["schemas"]["Account"] & {
             /** @description Who pays: `metered`, `plan` or `free`. */
             readonly billing: string;
             /** @description Its part in dedup. */
@@ -452,6 +609,11 @@ export interface components {
             readonly queued_ms?: number | null;
             /** @description The request key, in hex. */
             readonly request_key?: string | null;
+            /**
+             * Format: int64
+             * @description What a budget holds for it while it is open, in nano-dollars.
+             */
+            readonly reserved_nanos?: number | null;
             /** @description The route. */
             readonly route: string;
             /**
@@ -513,6 +675,29 @@ export interface components {
         } | {
             /** @enum {string} */
             readonly what: "dedup";
+        } | {
+            readonly kind: components["schemas"]["BudgetNews"];
+            /** @description The budget, in words: `the day's budget for tool "aider"`. */
+            readonly name: string;
+            /** @enum {string} */
+            readonly what: "budget";
+        } | {
+            /**
+             * Format: int64
+             * @description In the last ten minutes, in billionths of a dollar.
+             */
+            readonly spent_nanos: number;
+            readonly tool: string;
+            /**
+             * Format: int64
+             * @description What it usually spends in them.
+             */
+            readonly usual_nanos: number;
+            /** @enum {string} */
+            readonly what: "runaway";
+        } | {
+            /** @enum {string} */
+            readonly what: "prices";
         };
         /** @description What was found. */
         readonly Checked: {
@@ -907,6 +1092,20 @@ export interface components {
             /** @description Callers in the queue. */
             readonly waiting: number;
         };
+        /** @description The price list in force, and what it does not know. */
+        readonly Prices: {
+            /**
+             * Format: date-time
+             * @description When it was fetched; none for the list that came with Traygate.
+             */
+            readonly fetched?: string | null;
+            /** @description Models it has prices for. */
+            readonly models: number;
+            /** @description Why the last refresh failed, in words. */
+            readonly trouble?: string | null;
+            /** @description Models that were called in this run and have no price. A `[[price]]` gives them one. */
+            readonly unpriced: readonly components["schemas"]["UnpricedModel"][];
+        };
         /** @description A provider. */
         readonly Provider: {
             readonly base_url: string;
@@ -1065,16 +1264,152 @@ export interface components {
             /** @description What a person should know though it works. */
             readonly warnings: readonly string[];
         };
+        /**
+         * @description How a report is cut.
+         * @enum {string}
+         */
+        readonly SpendBy: "hour" | "day" | "month" | "provider" | "model" | "tool";
+        /** @description What was spent in some time. */
+        readonly SpendReport: {
+            /** @description How it is cut. */
+            readonly by: components["schemas"]["SpendBy"];
+            /**
+             * Format: date-time
+             * @description The time that was asked about begins here: RFC 3339 in UTC.
+             */
+            readonly from: string;
+            /**
+             * @description Times in their order, those without calls left out; names by what they cost, the dearest
+             *     first.
+             */
+            readonly rows: readonly components["schemas"]["SpendRow"][];
+            /**
+             * Format: date-time
+             * @description And ends before this.
+             */
+            readonly to: string;
+            /** @description All of it. */
+            readonly total: components["schemas"]["Spent"];
+            /** @description The time zone in which hours, days and months begin, where it has a name. */
+            readonly zone?: string | null;
+        };
+        /** @description One line of a report. */
+        readonly SpendRow: components["schemas"]["Spent"] & {
+            /**
+             * @description The hour (`2026-11-30 14:00+01:00`), day (`2026-11-30`) or month (`2026-11`) in the time
+             *     zone, or the name; empty for calls that named no model.
+             */
+            readonly label: string;
+            /**
+             * Format: date-time
+             * @description When the hour, day or month begins: RFC 3339 in UTC; `null` for names. The first one may be
+             *     asked for from a later time.
+             */
+            readonly start?: string | null;
+        };
+        /** @description What calls cost. */
+        readonly SpendView: {
+            /**
+             * Format: int64
+             * @description What all calls have cost today, by the machine's own calendar; in billionths of a dollar,
+             *     as all amounts.
+             */
+            readonly today_nanos: number;
+            /** @description Models that were called in this run and have no price. */
+            readonly unpriced_models: number;
+        };
+        /**
+         * @description What calls used and cost. Money stands twice: as whole nano-dollars (billionths, named
+         *     `…_nanos`), and as exact decimal text in dollars for people (`…_usd`).
+         */
+        readonly Spent: {
+            /**
+             * Format: int64
+             * @description Input written to a cache for an hour.
+             */
+            readonly cache_write_1h_tokens: number;
+            /**
+             * Format: int64
+             * @description Input written to a cache for five minutes.
+             */
+            readonly cache_write_5m_tokens: number;
+            /**
+             * Format: int64
+             * @description Input read from a provider's cache.
+             */
+            readonly cached_input_tokens: number;
+            /**
+             * Format: int64
+             * @description Calls that ended.
+             */
+            readonly calls: number;
+            /**
+             * Format: int64
+             * @description What they cost.
+             */
+            readonly cost_nanos: number;
+            /** @description The same in dollars: `0.000012`. */
+            readonly cost_usd: string;
+            /**
+             * Format: int64
+             * @description Calls whose tokens are estimated, since their provider did not say them.
+             */
+            readonly estimated_calls: number;
+            /**
+             * Format: int64
+             * @description Fresh input.
+             */
+            readonly input_tokens: number;
+            /**
+             * Format: int64
+             * @description What they are worth by the list, calls on a subscription among them.
+             */
+            readonly list_nanos: number;
+            /** @description The same in dollars. */
+            readonly list_usd: string;
+            /**
+             * Format: int64
+             * @description Output, reasoning included.
+             */
+            readonly output_tokens: number;
+            /**
+             * Format: int64
+             * @description The part of that which was on a subscription: neither cost nor savings.
+             */
+            readonly plan_nanos: number;
+            /** @description The same in dollars. */
+            readonly plan_usd: string;
+            /**
+             * Format: int64
+             * @description The part of the output that was reasoning.
+             */
+            readonly reasoning_tokens: number;
+            /**
+             * Format: int64
+             * @description What joined and kept answers would have cost.
+             */
+            readonly saved_nanos: number;
+            /** @description The same in dollars. */
+            readonly saved_usd: string;
+            /**
+             * Format: int64
+             * @description Calls of these whose cost is not in the sums, since their model has no price.
+             */
+            readonly unpriced_calls: number;
+        };
         /** @description How everything stands. */
         readonly State: {
             /** @description Where it listens, `127.0.0.1:7337`; none while it does not. */
             readonly address?: string | null;
+            /** @description In the order of the settings. */
+            readonly budgets: readonly components["schemas"]["Budget"][];
             readonly dedup: components["schemas"]["DedupView"];
             readonly log: components["schemas"]["LogView"];
             readonly mode: components["schemas"]["ModeView"];
             readonly providers: readonly components["schemas"]["Provider"][];
             /** @description Calls under way, the oldest first. */
             readonly running: readonly components["schemas"]["RunningCall"][];
+            readonly spend: components["schemas"]["SpendView"];
             /**
              * Format: date-time
              * @description When this run began.
@@ -1120,6 +1455,17 @@ export interface components {
              * @description Those that caused an upstream request.
              */
             readonly upstream_calls: number;
+        };
+        /** @description A model without a price. */
+        readonly UnpricedModel: {
+            /**
+             * Format: int64
+             * @description Calls of this run.
+             */
+            readonly calls: number;
+            /** @description As it was asked for. */
+            readonly model: string;
+            readonly provider: string;
         };
         /**
          * @description How long upstream calls waited, from their sending. A wait that was given up (a timeout, a
@@ -1455,6 +1801,62 @@ export interface operations {
             };
         };
     };
+    readonly get_prices: {
+        readonly parameters: {
+            readonly query?: never;
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        readonly requestBody?: never;
+        readonly responses: {
+            readonly 200: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["Prices"];
+                };
+            };
+        };
+    };
+    readonly post_refresh: {
+        readonly parameters: {
+            readonly query?: never;
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        readonly requestBody?: never;
+        readonly responses: {
+            readonly 200: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["Prices"];
+                };
+            };
+            /** @description it could not be had, or is not to be relied on; the old one stays */
+            readonly 502: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+            /** @description it could not be kept in the data folder; the old one stays */
+            readonly 503: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
     readonly post_breaker: {
         readonly parameters: {
             readonly query?: never;
@@ -1764,6 +2166,45 @@ export interface operations {
             };
             /** @description the file has changed since `if-match` */
             readonly 412: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["ErrorBody"];
+                };
+            };
+        };
+    };
+    readonly get_spend: {
+        readonly parameters: {
+            readonly query?: {
+                /** @description `hour`, `day`, `month`, `provider`, `model` or `tool`: `day` where nothing is said. */
+                readonly by?: components["schemas"]["SpendBy"];
+                /**
+                 * @description Where it begins (RFC 3339), cut at quarter-hours. By default the last 24 hours by hours, 12
+                 *     months by months, and 30 days by anything else, begun ones whole.
+                 */
+                readonly since?: string;
+                /** @description Where it ends: now. */
+                readonly until?: string;
+                /** @description The time zone of hours, days and months, by its IANA name: this machine's. */
+                readonly zone?: string;
+            };
+            readonly header?: never;
+            readonly path?: never;
+            readonly cookie?: never;
+        };
+        readonly requestBody?: never;
+        readonly responses: {
+            readonly 200: {
+                headers: {
+                    readonly [name: string]: unknown;
+                };
+                content: {
+                    readonly "application/json": components["schemas"]["SpendReport"];
+                };
+            };
+            readonly 400: {
                 headers: {
                     readonly [name: string]: unknown;
                 };

@@ -34,7 +34,7 @@ pub enum FeedEvent {
     /// A call has come further.
     Progress(RunningCall),
     /// A call has ended.
-    Finished(CallRow),
+    Finished(Box<CallRow>),
     /// Events were missed, since the reader was more than 1,000 behind: fetch the state again.
     Missed(Missed),
 }
@@ -95,7 +95,9 @@ impl Feed {
                 self.told.insert(call.start.id, opened.clone());
                 FeedEvent::Opened(opened)
             }
-            Told::Event(Event::Finished(end)) => FeedEvent::Finished(CallRow::from(&*end)),
+            Told::Event(Event::Finished(end)) => {
+                FeedEvent::Finished(Box::new(CallRow::from(&*end)))
+            }
         }
     }
 

@@ -16,11 +16,13 @@ mod latency;
 mod mode;
 pub mod openapi;
 mod page;
+mod prices;
 mod provider_check;
 mod repeats;
 mod request;
 mod series;
 mod settings;
+mod spend;
 pub mod state;
 
 use std::sync::Arc;
@@ -47,6 +49,7 @@ pub fn api(core: Arc<Core>) -> Router {
         )
         .route("/calls/{id}/body", get(calls::get_body))
         .route("/series", get(series::get_series))
+        .route("/spend", get(spend::get_spend))
         .route("/latency", get(latency::get_latency))
         .route("/repeats", get(repeats::get_repeats))
         .route(
@@ -62,6 +65,8 @@ pub fn api(core: Arc<Core>) -> Router {
         .route("/keys/reload", post(keys::post_reload))
         .route("/dedup/clear", post(dedup::post_clear))
         .route("/mode", post(mode::post_mode))
+        .route("/prices", get(prices::get_prices))
+        .route("/prices/refresh", post(prices::post_refresh))
         .route("/openapi.json", get(openapi::get_openapi))
         .fallback(nothing_here)
         .method_not_allowed_fallback(not_allowed);

@@ -14,6 +14,8 @@ use crate::call::pool;
 use crate::clock::{Moment, WallTime};
 use crate::core::Core;
 use crate::policy::breaker::Snapshot;
+use crate::policy::budget::{Level, Status};
+use crate::policy::money::Nanodollars;
 use crate::provider::Provider;
 use crate::settings::{KeySource, Limits};
 use crate::store::json;
@@ -35,6 +37,9 @@ pub struct StateView {
     warnings: Vec<Warning>,
     providers: Vec<ProviderView>,
     dedup: DedupView,
+    spend: SpendView,
+    /// In the order of the settings.
+    budgets: Vec<BudgetView>,
     log: LogView,
     /// Calls under way, the oldest first.
     running: Vec<RunningCall>,
@@ -60,6 +65,8 @@ enum About {
     Settings,
     /// Stored keys cannot be read.
     Keyring,
+    /// Prices could not be brought up to date.
+    Prices,
     /// Something that works otherwise than one may think.
     Note,
 }
@@ -141,6 +148,71 @@ struct DedupView {
     kept_answers: u64,
     /// Bytes they hold, about.
     kept_bytes: u64,
+}
+
+/// What calls cost.
+#[derive(Debug, Serialize, ToSchema)]
+struct SpendView {
+    /// What all calls have cost today, by the machine's own calendar; in billionths of a dollar,
+    /// as all amounts.
+    #[schema(value_type = i64)]
+    today_nanos: Nanodollars,
+    /// Models that were called in this run and have no price.
+    unpriced_models: usize,
+}
+
+/// A budget in its present period.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Budget)]
+struct BudgetView {
+    /// In words: `the day's budget for tool "aider"`.
+    name: String,
+    #[schema(value_type = i64)]
+    cap_nanos: Nanodollars,
+    #[schema(value_type = i64)]
+    spent_nanos: Nanodollars,
+    /// What calls under way have reserved.
+    #[schema(value_type = i64)]
+    held_nanos: Nanodollars,
+    level: BudgetLevel,
+    /// When the present period began.
+    #[serde(serialize_with = "json::time")]
+    #[schema(value_type = String, format = DateTime)]
+    since: WallTime,
+    /// When the next begins.
+    #[serde(serialize_with = "json::time")]
+    #[schema(value_type = String, format = DateTime)]
+    resets_at: WallTime,
+}
+
+/// How far a budget is spent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum BudgetLevel {
+    /// Less than `warn_at` of it.
+    Within,
+    /// `warn_at` of it or more.
+    Near,
+    /// All of it.
+    Spent,
+}
+
+impl BudgetView {
+    fn of(status: Status) -> BudgetView {
+        BudgetView {
+            name: status.budget,
+            cap_nanos: status.cap,
+            spent_nanos: status.spent,
+            held_nanos: status.held,
+            level: match status.level {
+                Level::Within => BudgetLevel::Within,
+                Level::Near => BudgetLevel::Near,
+                Level::Spent => BudgetLevel::Spent,
+            },
+            since: status.since,
+            resets_at: status.resets_at,
+        }
+    }
 }
 
 /// How the record fares.
@@ -321,6 +393,16 @@ impl StateView {
                 kept_answers: kept.answers,
                 kept_bytes: kept.bytes,
             },
+            spend: SpendView {
+                today_nanos: core.spend.spent_today(core.clock.wall()),
+                unpriced_models: core.spend.unpriced().len(),
+            },
+            budgets: core
+                .spend
+                .budgets(core.clock.wall())
+                .into_iter()
+                .map(BudgetView::of)
+                .collect(),
             log: LogView {
                 recording: health.recording,
                 pending_rows: health.pending_rows,
@@ -366,6 +448,7 @@ fn warnings(core: &Core) -> Vec<Warning> {
         told(About::Log, bodies_lost),
         told(About::Settings, core.settings_refusal()),
         told(About::Keyring, core.keys.problem()),
+        told(About::Prices, core.price_list.trouble()),
         told(About::Keyring, without_token),
         told(About::Note, health.notice),
     ];

@@ -15,8 +15,11 @@ use serde::Serialize;
 use serde_json::ser::Formatter;
 
 use crate::clock::{Clock, WallTime};
+use crate::policy::money::Nanodollars;
 use crate::store::Outcome;
+use crate::store::json::dollars_of;
 use crate::store::queries::{CallFilter, CallRow, OPEN, OutcomeFilter, ReadError, Reader};
+use crate::store::spend::{Account, UNPRICED};
 
 /// How often `--follow` looks.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -279,6 +282,7 @@ impl Printer {
         match self.format {
             Format::Table => line([
                 "TIME", "PROVIDER", "MODEL", "TOOL", "DEDUP", "CODE", "OUTCOME", "FIRST", "TOOK",
+                "COST",
             ]),
             Format::Csv => FIELDS.join(",") + "\n",
             Format::Json => String::new(),
@@ -310,6 +314,7 @@ impl Printer {
             row.outcome.as_deref().unwrap_or(OPEN),
             &span(row.first_token),
             &span(row.duration),
+            &cost(&row.account),
         ]);
         if let Some(error) = &row.error {
             text.push_str("  > ");
@@ -321,11 +326,11 @@ impl Printer {
 }
 
 /// Widths of the table's columns; with two spaces between them they make 120. The same for every
-/// page, so that a followed log stays aligned. Times are aligned to the right.
-const WIDTHS: [usize; 9] = [19, 11, 26, 12, 6, 4, 14, 6, 6];
+/// page, so that a followed log stays aligned. Times and costs are aligned to the right.
+const WIDTHS: [usize; 10] = [19, 10, 20, 10, 6, 4, 14, 6, 6, 7];
 const TABLE_WIDTH: usize = 120;
 
-fn line(cells: [&str; 9]) -> String {
+fn line(cells: [&str; 10]) -> String {
     let mut line = String::with_capacity(TABLE_WIDTH + 1);
     for (column, (cell, width)) in cells.into_iter().zip(WIDTHS).enumerate() {
         let cell = cut(cell, width);
@@ -363,6 +368,29 @@ fn human(span: Duration) -> String {
         100_000..6_000_000 => format!("{} min", millis / 60_000),
         _ => format!("{} h", millis / 3_600_000),
     }
+}
+
+/// What a call cost; `?` where its model has no price, `-` where nothing is known.
+fn cost(account: &Account) -> String {
+    match account.cost_nanos {
+        Some(nanos) => dollars(nanos),
+        None if account.pricing.as_deref() == Some(UNPRICED) => "?".to_owned(),
+        None => "-".to_owned(),
+    }
+}
+
+/// `$0`, `$0.0123`, `$12.30`: seven characters below a million dollars.
+pub(super) fn dollars(nanos: i64) -> String {
+    let decimals = match nanos {
+        0 => return "$0".to_owned(),
+        // Not nothing, though it would be rounded to that.
+        1..=50_000 => return "<$.0001".to_owned(),
+        50_001..9_999_950_000 => 4,
+        9_999_950_000..999_995_000_000 => 2,
+        // A million dollars, or a correction downwards.
+        _ => 0,
+    };
+    format!("{:.decimals$}", Nanodollars(nanos))
 }
 
 /// Characters that steer a terminal, hide, or turn the direction of text: a model's or tool's name
@@ -405,9 +433,24 @@ struct Fields<'row> {
     duration_us: Option<u64>,
     request_key: Option<String>,
     error: Option<&'row str>,
+    input_tokens: Option<u64>,
+    cached_input_tokens: Option<u64>,
+    cache_write_5m_tokens: Option<u64>,
+    cache_write_1h_tokens: Option<u64>,
+    output_tokens: Option<u64>,
+    reasoning_tokens: Option<u64>,
+    usage_basis: Option<&'row str>,
+    cost_nanos: Option<i64>,
+    cost_usd: Option<String>,
+    list_nanos: Option<i64>,
+    list_usd: Option<String>,
+    saved_nanos: Option<i64>,
+    saved_usd: Option<String>,
+    pricing: Option<&'row str>,
+    service_tier: Option<&'row str>,
 }
 
-const FIELDS: [&str; 17] = [
+const FIELDS: [&str; 32] = [
     "id",
     "started",
     "provider",
@@ -425,6 +468,21 @@ const FIELDS: [&str; 17] = [
     "duration_us",
     "request_key",
     "error",
+    "input_tokens",
+    "cached_input_tokens",
+    "cache_write_5m_tokens",
+    "cache_write_1h_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+    "usage_basis",
+    "cost_nanos",
+    "cost_usd",
+    "list_nanos",
+    "list_usd",
+    "saved_nanos",
+    "saved_usd",
+    "pricing",
+    "service_tier",
 ];
 
 impl<'row> Fields<'row> {
@@ -432,6 +490,7 @@ impl<'row> Fields<'row> {
         let micros = |span: Option<Duration>| {
             span.map(|span| u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
         };
+        let account = &row.account;
         Self {
             id: &row.id,
             started: moment(row.started).to_string(),
@@ -450,6 +509,21 @@ impl<'row> Fields<'row> {
             duration_us: micros(row.duration),
             request_key: row.request_key.as_deref().map(hex),
             error: row.error.as_deref(),
+            input_tokens: account.input_tokens,
+            cached_input_tokens: account.cached_input_tokens,
+            cache_write_5m_tokens: account.cache_write_5m_tokens,
+            cache_write_1h_tokens: account.cache_write_1h_tokens,
+            output_tokens: account.output_tokens,
+            reasoning_tokens: account.reasoning_tokens,
+            usage_basis: account.usage_basis.as_deref(),
+            cost_nanos: account.cost_nanos,
+            cost_usd: account.cost_nanos.map(dollars_of),
+            list_nanos: account.list_nanos,
+            list_usd: account.list_nanos.map(dollars_of),
+            saved_nanos: account.saved_nanos,
+            saved_usd: account.saved_nanos.map(dollars_of),
+            pricing: account.pricing.as_deref(),
+            service_tier: account.service_tier.as_deref(),
         }
     }
 }
@@ -570,6 +644,17 @@ mod tests {
             upstream_ended: Some(Duration::from_millis(12_344)),
             duration: Some(Duration::from_millis(12_345)),
             error: None,
+            account: Account {
+                input_tokens: Some(1200),
+                cached_input_tokens: Some(1024),
+                output_tokens: Some(480),
+                reasoning_tokens: Some(256),
+                usage_basis: Some("reported".into()),
+                cost_nanos: Some(1_285_600),
+                list_nanos: Some(1_285_600),
+                ..Account::default()
+            },
+            reserved_nanos: None,
         }
     }
 
@@ -604,6 +689,7 @@ mod tests {
             streaming: false,
             dedup: DedupLabel::Off,
             key: None,
+            reserved: None,
         };
         finish(store, call.clone());
         call
@@ -620,6 +706,8 @@ mod tests {
             sent: Some(Duration::from_millis(1)),
             head: Some(Duration::from_millis(2)),
             upstream_ended: Some(Duration::from_millis(3)),
+            usage: None,
+            money: crate::store::Money::default(),
             error: None,
         });
         assert!(store.flush(LONG));
@@ -645,6 +733,7 @@ mod tests {
             first_token: None,
             queued: None,
             duration: None,
+            account: Account::default(),
             ..row()
         };
         let table = printed(Format::Table, &[row(), failed, open]);
@@ -652,25 +741,48 @@ mod tests {
             assert!(line.chars().count() <= TABLE_WIDTH, "{line}");
         }
         insta::assert_snapshot!(table, @"
-        TIME                 PROVIDER     MODEL                       TOOL          DEDUP   CODE  OUTCOME          FIRST    TOOK
-        2026-11-30 14:03:22  openai       gpt-5-mini                  aider         miss    200   completed       412 ms  12.3 s
-        2026-11-30 14:03:22  a-provider…  anthropic/claude-sonnet-4…  an-editor-o…  miss    502   upstream_error       -  12.3 s
+        TIME                 PROVIDER    MODEL                 TOOL        DEDUP   CODE  OUTCOME          FIRST    TOOK     COST
+        2026-11-30 14:03:22  openai      gpt-5-mini            aider       miss    200   completed       412 ms  12.3 s  $0.0013
+        2026-11-30 14:03:22  a-provide…  anthropic/claude-so…  an-editor…  miss    502   upstream_error       -  12.3 s  $0.0013
           > cannot connect: very very very very very very very very very very very very very very very very very very very very…
-        2026-11-30 14:03:22  openai       -                           aider         miss    -     open                 -       -
+        2026-11-30 14:03:22  openai      -                     aider       miss    -     open                 -       -        -
         ");
     }
 
     #[test]
     fn json_has_one_object_a_line_with_the_fields_of_the_csv() {
-        insta::assert_snapshot!(printed(Format::Json, &[row()]), @r#"{"id":"01M2XZ3K5T9V7QG4W8R6YBN0CD","started":"2026-11-30T14:03:22.123456Z","provider":"openai","route":"chat/completions","model":"gpt-5-mini","tool":"aider","billing":"metered","streaming":true,"dedup":"miss","status":200,"outcome":"completed","upstream_call":true,"first_token_us":412000,"queued_us":15,"duration_us":12345000,"request_key":"abab","error":null}"#);
+        insta::assert_snapshot!(printed(Format::Json, &[row()]), @r#"{"id":"01M2XZ3K5T9V7QG4W8R6YBN0CD","started":"2026-11-30T14:03:22.123456Z","provider":"openai","route":"chat/completions","model":"gpt-5-mini","tool":"aider","billing":"metered","streaming":true,"dedup":"miss","status":200,"outcome":"completed","upstream_call":true,"first_token_us":412000,"queued_us":15,"duration_us":12345000,"request_key":"abab","error":null,"input_tokens":1200,"cached_input_tokens":1024,"cache_write_5m_tokens":null,"cache_write_1h_tokens":null,"output_tokens":480,"reasoning_tokens":256,"usage_basis":"reported","cost_nanos":1285600,"cost_usd":"0.0012856","list_nanos":1285600,"list_usd":"0.0012856","saved_nanos":null,"saved_usd":null,"pricing":null,"service_tier":null}"#);
         insta::assert_snapshot!(printed(Format::Csv, &[row()]), @"
-        id,started,provider,route,model,tool,billing,streaming,dedup,status,outcome,upstream_call,first_token_us,queued_us,duration_us,request_key,error
-        01M2XZ3K5T9V7QG4W8R6YBN0CD,2026-11-30T14:03:22.123456Z,openai,chat/completions,gpt-5-mini,aider,metered,true,miss,200,completed,true,412000,15,12345000,abab,
+        id,started,provider,route,model,tool,billing,streaming,dedup,status,outcome,upstream_call,first_token_us,queued_us,duration_us,request_key,error,input_tokens,cached_input_tokens,cache_write_5m_tokens,cache_write_1h_tokens,output_tokens,reasoning_tokens,usage_basis,cost_nanos,cost_usd,list_nanos,list_usd,saved_nanos,saved_usd,pricing,service_tier
+        01M2XZ3K5T9V7QG4W8R6YBN0CD,2026-11-30T14:03:22.123456Z,openai,chat/completions,gpt-5-mini,aider,metered,true,miss,200,completed,true,412000,15,12345000,abab,,1200,1024,,,480,256,reported,1285600,0.0012856,1285600,0.0012856,,,,
         ");
         let object: serde_json::Map<String, serde_json::Value> =
             serde_json::from_str(&printed(Format::Json, &[row()])).expect("an object");
         let names: BTreeSet<&str> = object.keys().map(String::as_str).collect();
         assert_eq!(names, BTreeSet::from(FIELDS));
+    }
+
+    #[test]
+    fn dollars_stay_short_and_are_never_rounded_to_nothing() {
+        for (nanos, shown) in [
+            (0, "$0"),
+            (1, "<$.0001"),
+            (50_000, "<$.0001"),
+            (50_001, "$0.0001"),
+            (1_285_600, "$0.0013"),
+            (9_999_949_999, "$9.9999"),
+            (9_999_950_000, "$10.00"),
+            (999_994_999_999, "$999.99"),
+            (999_995_000_000, "$1000"),
+        ] {
+            assert_eq!(dollars(nanos), shown, "{nanos}");
+        }
+        let unpriced = Account {
+            pricing: Some(UNPRICED.into()),
+            ..Account::default()
+        };
+        assert_eq!(cost(&unpriced), "?");
+        assert_eq!(cost(&Account::default()), "-");
     }
 
     #[test]

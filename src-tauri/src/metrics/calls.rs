@@ -1,6 +1,7 @@
 //! Counts ended calls. What a call counts in is looked up once for all calls of its kind.
 
 use std::collections::HashMap;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -9,8 +10,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::labels::{self, ByProvider, Ended, Merged, Operation, Request, Served, Spent};
+use super::labels::{
+    self, ByProvider, Ended, Merged, Operation, Request, Served, Spent, TokenType, Used,
+};
 use super::series::Bounded;
+use crate::policy::money::Nanodollars;
 use crate::store::{CallEnd, DedupLabel, Outcome};
 
 /// Seconds. The boundaries that the conventions advise for both their durations.
@@ -31,6 +35,27 @@ const OVERHEAD_BUCKETS: [f64; 13] = [
     0.1,
 ];
 
+/// Tokens. The boundaries that the conventions advise.
+const TOKEN_BUCKETS: [f64; 14] = [
+    1.0,
+    4.0,
+    16.0,
+    64.0,
+    256.0,
+    1024.0,
+    4096.0,
+    16_384.0,
+    65_536.0,
+    262_144.0,
+    1_048_576.0,
+    4_194_304.0,
+    16_777_216.0,
+    67_108_864.0,
+];
+
+/// Dollars. A float, as all of Prometheus: for a graph, not for the books.
+type Dollars = Counter<f64, AtomicU64>;
+
 /// Kinds of calls whose counters are kept at hand: several times what a busy day has. Those of
 /// further kinds are looked up for every call, a microsecond more.
 const KINDS: usize = 1000;
@@ -46,6 +71,9 @@ pub struct Calls {
     upstream_calls: Bounded<ByProvider, Counter>,
     operations: Bounded<Ended, Histogram>,
     first_chunks: Bounded<Operation, Histogram>,
+    tokens: Bounded<Used, Histogram>,
+    costs: Bounded<ByProvider, Dollars>,
+    savings: Bounded<ByProvider, Dollars>,
     /// std RwLock: held for a look-up and a few additions, never across an await.
     at_hand: RwLock<HashMap<Kind, Counters>>,
 }
@@ -64,6 +92,8 @@ struct Kind {
     was_answered: bool,
     has_content: bool,
     has_ended: bool,
+    has_input: bool,
+    has_output: bool,
 }
 
 impl Kind {
@@ -80,6 +110,8 @@ impl Kind {
             was_answered: end.head.is_some(),
             has_content: end.first_token.is_some(),
             has_ended: end.upstream_ended.is_some(),
+            has_input: tokens(end, TokenType::Input).is_some(),
+            has_output: tokens(end, TokenType::Output).is_some(),
         }
     }
 }
@@ -94,6 +126,10 @@ struct Counters {
     merged: Option<Counter>,
     operation: Option<Histogram>,
     first_chunk: Option<Histogram>,
+    input: Option<Histogram>,
+    output: Option<Histogram>,
+    cost: Dollars,
+    saved: Dollars,
 }
 
 impl Default for Calls {
@@ -106,6 +142,9 @@ impl Default for Calls {
             upstream_calls: Bounded::default(),
             operations: Bounded::new(|| Histogram::new(OPERATION_BUCKETS)),
             first_chunks: Bounded::new(|| Histogram::new(OPERATION_BUCKETS)),
+            tokens: Bounded::new(|| Histogram::new(TOKEN_BUCKETS)),
+            costs: Bounded::default(),
+            savings: Bounded::default(),
             at_hand: RwLock::default(),
         }
     }
@@ -142,12 +181,21 @@ impl Calls {
         let timed = operation.as_ref().filter(|_| has_ended);
         // The conventions want the first chunk's time of streams only.
         let streamed = timed.filter(|_| end.start.streaming && end.first_token.is_some());
-        let sent = end.sent.map(|_| ByProvider::new(&end.start.provider));
+        let provider = ByProvider::new(&end.start.provider);
+        let sent = end.sent.map(|_| &provider);
+        let used = |kind| {
+            let operation = operation.clone().filter(|_| tokens(end, kind).is_some());
+            operation.map(|operation| self.tokens.of(&Used::of(operation, kind)))
+        };
         Counters {
+            input: used(TokenType::Input),
+            output: used(TokenType::Output),
+            cost: self.costs.of(&provider),
+            saved: self.savings.of(&provider),
             request: self.requests.of(&Request::of(end)),
             duration: self.durations.of(&Served::of(end)),
             overhead: Spent::of(end).map(|spent| self.overhead.get_or_create_owned(&spent)),
-            upstream_call: sent.map(|provider| self.upstream_calls.of(&provider)),
+            upstream_call: sent.map(|provider| self.upstream_calls.of(provider)),
             merged: operation.as_ref().map(|_| self.merged.of(&Merged::of(end))),
             first_chunk: streamed.map(|operation| self.first_chunks.of(operation)),
             operation: timed
@@ -158,7 +206,10 @@ impl Calls {
     /// Gives `provider` those counters that depend on nothing else: a rate does not see the first
     /// call of a series that only begins with it.
     pub fn begin_at_zero(&self, provider: &Arc<str>) {
-        self.upstream_calls.of(&ByProvider::new(provider));
+        let by_provider = ByProvider::new(provider);
+        self.upstream_calls.of(&by_provider);
+        self.costs.of(&by_provider);
+        self.savings.of(&by_provider);
         for merged in Merged::all_of(provider) {
             self.merged.of(&merged);
         }
@@ -205,6 +256,21 @@ impl Calls {
             Unit::Seconds,
             self.first_chunks.family(),
         );
+        registry.register(
+            "gen_ai_client_token_usage",
+            "Tokens of upstream generation calls; input counts cached tokens too, and what a provider did not say is estimated",
+            self.tokens.family(),
+        );
+        registry.register(
+            "traygate_cost_dollars",
+            "What calls have added to the bill, as far as their models have prices; subscriptions are not in it",
+            self.costs.family(),
+        );
+        registry.register(
+            "traygate_saved_dollars",
+            "What joined and kept answers would have cost",
+            self.savings.family(),
+        );
     }
 }
 
@@ -227,5 +293,36 @@ impl Counters {
         for counter in [&self.upstream_call, &self.merged].into_iter().flatten() {
             counter.inc();
         }
+        let count = |counts: &Option<Histogram>, kind| {
+            if let (Some(counts), Some(tokens)) = (counts, tokens(end, kind)) {
+                counts.observe(tokens);
+            }
+        };
+        count(&self.input, TokenType::Input);
+        count(&self.output, TokenType::Output);
+        for (dollars, amount) in [(&self.cost, end.money.cost), (&self.saved, end.money.saved)] {
+            if let Some(amount) = amount.filter(|amount| *amount > Nanodollars::ZERO) {
+                dollars.inc_by(as_dollars(amount));
+            }
+        }
     }
+}
+
+/// Tokens of one kind that the upstream call used, where they are known.
+#[expect(clippy::cast_precision_loss, reason = "no call has 2^53 tokens")]
+fn tokens(end: &CallEnd, kind: TokenType) -> Option<f64> {
+    let usage = end.usage.as_ref().filter(|_| end.sent.is_some())?;
+    let tokens = match kind {
+        TokenType::Input => usage.whole_input(),
+        TokenType::Output => usage.output,
+    };
+    tokens.map(|tokens| tokens as f64)
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "exact below nine million dollars, and a graph shows less"
+)]
+fn as_dollars(amount: Nanodollars) -> f64 {
+    amount.0 as f64 / 1e9
 }

@@ -315,6 +315,52 @@ impl Labels for Operation {
     }
 }
 
+/// The conventions' words for the two kinds of tokens; `input` is all of it, cached or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TokenType {
+    Input,
+    Output,
+}
+
+impl TokenType {
+    pub const ALL: [TokenType; 2] = [TokenType::Input, TokenType::Output];
+}
+
+impl EncodeLabelValue for TokenType {
+    fn encode(&self, encoder: &mut LabelValueEncoder) -> Result<(), fmt::Error> {
+        let word = match self {
+            TokenType::Input => "input",
+            TokenType::Output => "output",
+        };
+        word.encode(encoder)
+    }
+}
+
+/// Labels of `gen_ai_client_token_usage`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Used {
+    #[prometheus(flatten)]
+    operation: Operation,
+    gen_ai_token_type: TokenType,
+}
+
+impl Used {
+    pub fn of(operation: Operation, gen_ai_token_type: TokenType) -> Used {
+        Used {
+            operation,
+            gen_ai_token_type,
+        }
+    }
+}
+
+impl Labels for Used {
+    const OTHERS: usize = TokenType::ALL.len() * Operation::OTHERS;
+
+    fn other(&self) -> Used {
+        Used::of(self.operation.other(), self.gen_ai_token_type)
+    }
+}
+
 /// Labels of `gen_ai_client_operation_duration_seconds`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Ended {

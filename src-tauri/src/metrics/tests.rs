@@ -6,14 +6,16 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::labels::{self, Ended, Operation, Request, Served, Spent};
+use super::labels::{self, Ended, Operation, Request, Served, Spent, TokenType, Used};
 use super::series::{Labels, MOST, Seats};
 use super::*;
 use crate::clock::{Clock, WallTime};
 use crate::keys::Keys;
+use crate::policy::money::Nanodollars;
+use crate::policy::usage::Usage;
 use crate::provider::state::Command;
 use crate::settings::{Overrides, Settings};
-use crate::store::{Billing, CallId, CallStart, DedupLabel, Outcome, Store};
+use crate::store::{Billing, CallId, CallStart, DedupLabel, Money, Outcome, Store};
 
 const DURATION: &str = "gen_ai_client_operation_duration_seconds";
 const FIRST_CHUNK: &str = "gen_ai_client_operation_time_to_first_chunk_seconds";
@@ -45,6 +47,7 @@ fn call() -> CallEnd {
             streaming: true,
             dedup: DedupLabel::Miss,
             key: None,
+            reserved: None,
         },
         status: Some(200),
         outcome: Outcome::Completed,
@@ -54,6 +57,17 @@ fn call() -> CallEnd {
         sent: Some(Duration::from_millis(3)),
         head: Some(Duration::from_millis(90)),
         upstream_ended: Some(Duration::from_millis(503)),
+        usage: Some(Usage {
+            input: Some(1000),
+            cached_input: Some(500),
+            output: Some(20),
+            ..Usage::default()
+        }),
+        money: Money {
+            cost: Some(Nanodollars(2_500_000)),
+            list: Some(Nanodollars(2_500_000)),
+            ..Money::default()
+        },
         error: None,
     }
 }
@@ -74,6 +88,11 @@ fn without_upstream(outcome: Outcome, status: u16, dedup: DedupLabel) -> CallEnd
         end.queued = Duration::ZERO;
         end.duration = Duration::from_micros(80);
         (end.sent, end.head, end.upstream_ended) = (None, None, None);
+        end.usage = None;
+        end.money = Money {
+            cost: Some(Nanodollars::ZERO),
+            ..Money::default()
+        };
     })
 }
 
@@ -194,6 +213,48 @@ fn a_call_that_went_upstream_is_an_operation() {
                 2.0,
             ),
             (r#"traygate_upstream_calls_total{provider="openai"}"#, 2.0),
+        ],
+    );
+}
+
+#[test]
+fn tokens_and_dollars_are_counted_as_far_as_they_are_known() {
+    let (core, _folder) = core("");
+    let metrics = Metrics::default();
+    metrics.finished(&call());
+    // Unpriced, and its provider told nothing but the output.
+    metrics.finished(&call_with(|end| {
+        end.usage = Some(Usage {
+            output: Some(5000),
+            ..Usage::default()
+        });
+        end.money = Money {
+            unpriced: true,
+            ..Money::default()
+        };
+    }));
+    metrics.finished(&call_with(|end| end.usage = None));
+    metrics.finished(&call_with(|end| {
+        *end = without_upstream(Outcome::Completed, 200, DedupLabel::Cached);
+        end.money.saved = Some(Nanodollars(2_500_000));
+    }));
+    let text = metrics.render(&core);
+    let chat = operation("chat", "openai", "gpt-5");
+    let tokens = |part: &str, kind: &str, more: &str| {
+        format!(r#"gen_ai_client_token_usage_{part}{{{chat},gen_ai_token_type="{kind}"{more}}}"#)
+    };
+    assert_samples(
+        &text,
+        &[
+            (&tokens("count", "input", ""), 1.0),
+            (&tokens("sum", "input", ""), 1500.0),
+            (&tokens("bucket", "input", r#",le="1024""#), 0.0),
+            (&tokens("bucket", "input", r#",le="4096""#), 1.0),
+            (&tokens("count", "output", ""), 2.0),
+            (&tokens("sum", "output", ""), 5020.0),
+            (r#"traygate_cost_dollars_total{provider="openai"}"#, 0.005),
+            (r#"traygate_saved_dollars_total{provider="openai"}"#, 0.0025),
+            (r#"traygate_cost_dollars_total{provider="anthropic"}"#, 0.0),
         ],
     );
 }
@@ -557,6 +618,11 @@ fn call_of(
                 end.duration = time(0).unwrap_or_default();
                 end.first_token = time(1);
                 (end.sent, end.head, end.upstream_ended) = (time(2), time(3), time(4));
+                end.usage = time(4).map(|time| Usage {
+                    input: Some(time.as_secs()),
+                    output: Some(u64::from(time.subsec_micros())).filter(|count| count % 3 > 0),
+                    ..Usage::default()
+                });
             })
         },
     )
@@ -641,6 +707,9 @@ proptest! {
         keeps(twice().map(Served::of))?;
         keeps(twice().filter_map(Operation::of))?;
         keeps(twice().filter_map(|end| Some(Ended::of(Operation::of(end)?, end))))?;
+        for kind in TokenType::ALL {
+            keeps(twice().filter_map(|end| Some(Used::of(Operation::of(end)?, kind))))?;
+        }
     }
 }
 
@@ -707,7 +776,7 @@ fn dashboard_and_documents_name_what_there_is() {
 }
 
 #[test]
-fn the_dashboard_has_the_four_panels_and_asks_the_chosen_prometheus() {
+fn the_dashboard_has_its_panels_and_asks_the_chosen_prometheus() {
     let dashboard: serde_json::Value = serde_json::from_str(DASHBOARD).expect("JSON");
     let panels = dashboard["panels"].as_array().expect("panels");
     let titles: Vec<_> = panels
@@ -720,7 +789,9 @@ fn the_dashboard_has_the_four_panels_and_asks_the_chosen_prometheus() {
             "Calls by status",
             "p99",
             "In flight and waiting",
-            "Share of merged calls"
+            "Share of merged calls",
+            "Spend in an hour",
+            "Tokens a second"
         ]
     );
     for panel in panels {
