@@ -35,7 +35,7 @@ fn held_port(ip: &str) -> (TcpListener, u16) {
 #[tokio::test]
 async fn every_command_explains_itself() {
     let home = Home::new();
-    let table: [(&[&str], &[&str]); 8] = [
+    let table: [(&[&str], &[&str]); 9] = [
         (
             &[],
             &[
@@ -82,6 +82,15 @@ async fn every_command_explains_itself() {
                 "upstream_error",
                 "TRAYGATE_CALLS_SINCE",
                 "TRAYGATE_CALLS_FORMAT",
+            ],
+        ),
+        (
+            &["spend"],
+            &[
+                "traygate spend --by tool",
+                "--format csv >",
+                "this machine's calendar",
+                "TRAYGATE_SPEND_BY",
             ],
         ),
         (
@@ -237,7 +246,7 @@ async fn each_flag_of_serve_does_what_it_says_as_a_flag_and_as_a_variable() {
         let flags = [
             ("--concurrency", "1"),
             ("--dedup-secs", "0"),
-            ("--worker-threads", "3"),
+            ("--worker-threads", "12"),
             ("--log", "traygate::call=debug"),
         ];
         let mut given = Vec::new();
@@ -273,7 +282,7 @@ async fn each_flag_of_serve_does_what_it_says_as_a_flag_and_as_a_variable() {
                 .filter(|name| name.starts_with("tokio-rt-worker"))
                 .count();
             // Those that carry calls; a few more do what blocks.
-            assert!((3..=5).contains(&workers), "{workers}");
+            assert!((12..=18).contains(&workers), "{workers}");
         }
         Client::to(addr)
             .await

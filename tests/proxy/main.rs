@@ -2,6 +2,7 @@
 
 mod admin;
 mod breaker;
+mod budget;
 mod bytes;
 mod command_line;
 mod connections;
@@ -10,6 +11,7 @@ mod headers;
 mod log_trouble;
 mod metrics;
 mod pool;
+mod prices;
 mod record;
 mod repeats;
 mod routes;
@@ -17,7 +19,9 @@ mod safety;
 mod scenarios;
 mod secure_upstream;
 mod settings_live;
+mod spend;
 mod starting;
 mod support;
 mod timeouts;
 mod uploads;
+mod usage;

@@ -160,6 +160,19 @@ test("an open breaker refuses with a typed error, tried once, and the provider h
   assert.deepEqual([row.outcome, row.status, row.upstream_call], ["refused", 503, false]);
 });
 
+test("a spent budget refuses with a typed error, tried once", { skip: DIRECT }, async () => {
+  const counting = countingFetch();
+  const prompt = freshPrompt();
+  const call = client({ fetch: counting }).messages.create(message("too-dear", prompt));
+  await assert.rejects(call, (error) => {
+    assert.ok(error instanceof Anthropic.APIError, `${error}`);
+    assert.deepEqual([error.status, error.error.error.type], [402, "billing_error"]);
+    return true;
+  });
+  assert.equal(counting.requests, 1);
+  assert.equal(stage.provider.calls(prompt).length, 0);
+});
+
 test("an error event in mid-stream is the SDK's own error", async () => {
   const stream = await client().messages.create(message("error-event", freshPrompt(), { stream: true }));
   await assert.rejects(words(stream), (error) => {

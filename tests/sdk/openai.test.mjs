@@ -49,12 +49,21 @@ for (const [name, sdk] of Object.entries({ "openai 4.104.0": four, "openai, newe
     });
 
     test("a stream comes event by event, without a usage chunk that nobody asked for", async () => {
-      const stream = await client().chat.completions.create(chat("ok", freshPrompt(), { stream: true }));
+      const prompt = freshPrompt();
+      const { data: stream, response } = await client()
+        .chat.completions.create(chat("ok", prompt, { stream: true }))
+        .withResponse();
       const chunks = [];
       for await (const chunk of stream) chunks.push(chunk);
       assert.equal(chunks.map((chunk) => chunk.choices[0].delta.content ?? "").join(""), TEXT);
       assert.equal(chunks.at(-1).choices[0].finish_reason, "stop");
       assert.deepEqual(chunks.filter((chunk) => chunk.usage), []);
+      if (DIRECT) return;
+      // Traygate has asked for it, and kept it to itself.
+      const [call] = stage.provider.calls(prompt);
+      assert.deepEqual(JSON.parse(call.body).stream_options, { include_usage: true });
+      const row = await stage.traygate.row(response.headers.get("x-traygate-call"));
+      assert.deepEqual([row.input_tokens, row.output_tokens, row.usage_basis], [11, 7, "reported"]);
     });
 
     test("a usage chunk that was asked for comes", async () => {
@@ -186,6 +195,22 @@ for (const [name, sdk] of Object.entries({ "openai 4.104.0": four, "openai, newe
       if (DIRECT) return;
       const row = await stage.traygate.row(counting.headers[0].get("x-traygate-call"));
       assert.deepEqual([row.outcome, row.status, row.upstream_call], ["refused", 503, false]);
+    });
+
+    test("a spent budget refuses with a typed error, tried once", { skip: DIRECT }, async () => {
+      const counting = countingFetch();
+      const prompt = freshPrompt();
+      const call = client({ fetch: counting }).chat.completions.create(chat("too-dear", prompt));
+      await assert.rejects(call, (error) => {
+        assert.ok(error instanceof OpenAI.APIError, `${error}`);
+        assert.deepEqual([error.status, error.code], [402, "budget_exceeded"]);
+        assert.match(error.message, /budget/);
+        return true;
+      });
+      assert.equal(counting.requests, 1);
+      assert.equal(stage.provider.calls(prompt).length, 0);
+      const row = await stage.traygate.row(counting.headers[0].get("x-traygate-call"));
+      assert.deepEqual([row.outcome, row.status, row.upstream_call], ["refused", 402, false]);
     });
 
     test("an error event in mid-stream is the SDK's own error", async () => {

@@ -141,6 +141,16 @@ name = "stand-in-anthropic"
 kind = "anthropic"
 base_url = "${provider.url}"
 key = "env:SCRIPTED_KEY"
+
+[[price]]
+model = "too-dear"
+input = 1
+output = 1
+
+[[budget]]
+per = "day"
+usd = 0.000001 # less than any call may cost
+model = "too-dear"
 ${breakable}`;
   const laid = layTraygate(settings, { SCRIPTED_KEY: STAND_IN_KEY });
   const traygate = await laid.serve();

@@ -124,6 +124,19 @@ def test_an_open_breaker_refuses_with_a_typed_error_tried_once(stage, client):
     assert len(stage.calls(prompt)) == (1 if DIRECT else 0)
 
 
+@through_traygate
+def test_a_spent_budget_refuses_with_a_typed_error_tried_once(stage, client):
+    answers = []
+    http = anthropic.DefaultHttpxClient(event_hooks={"response": [answers.append]})
+    prompt = fresh_prompt()
+    with pytest.raises(anthropic.APIStatusError, match="budget") as raised:
+        client(http_client=http).messages.create(**message("too-dear", prompt))
+    assert raised.value.status_code == 402
+    assert raised.value.body["error"]["type"] == "billing_error"
+    assert len(answers) == 1
+    assert stage.calls(prompt) == []
+
+
 def test_an_error_event_in_mid_stream_is_the_sdks_own_error(client):
     stream = client().messages.create(**message("error-event", fresh_prompt()), stream=True)
     with pytest.raises(anthropic.APIError, match=EVENT_ERROR):

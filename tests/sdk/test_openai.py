@@ -45,11 +45,16 @@ def test_a_chat_passes_both_ways_with_the_clients_own_key(stage, client):
         assert stage.row(raw.headers["x-traygate-call"])["outcome"] == "completed"
 
 
-def test_a_stream_comes_event_by_event(client):
-    chunks = list(client().chat.completions.create(model="ok", messages=asked(fresh_prompt()), stream=True))
+def test_a_stream_comes_event_by_event(stage, client):
+    prompt = fresh_prompt()
+    chunks = list(client().chat.completions.create(model="ok", messages=asked(prompt), stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert chunks[-1].choices[0].finish_reason == "stop"
+    # Traygate has asked for it, and kept it to itself.
     assert [chunk for chunk in chunks if chunk.usage] == []
+    if not DIRECT:
+        [call] = stage.calls(prompt)
+        assert json.loads(call["body"])["stream_options"] == {"include_usage": True}
 
 
 def test_a_usage_chunk_that_was_asked_for_comes(client):
@@ -148,6 +153,19 @@ def test_an_open_breaker_refuses_with_a_typed_error_tried_once(stage, client):
     assert answer.headers["x-should-retry"] == "false"
     assert int(answer.headers["retry-after"]) > 0
     assert len(stage.calls(prompt)) == (1 if DIRECT else 0)
+
+
+@through_traygate
+def test_a_spent_budget_refuses_with_a_typed_error_tried_once(stage, client):
+    answers = []
+    http = openai.DefaultHttpxClient(event_hooks={"response": [answers.append]})
+    prompt = fresh_prompt()
+    with pytest.raises(openai.APIStatusError, match="budget") as raised:
+        client(http_client=http).chat.completions.create(model="too-dear", messages=asked(prompt))
+    assert (raised.value.status_code, raised.value.code) == (402, "budget_exceeded")
+    assert raised.value.body["budget"]["cap_nanos"] == 1_000
+    assert len(answers) == 1
+    assert stage.calls(prompt) == []
 
 
 def test_an_error_event_in_mid_stream_is_the_sdks_own_error(client):

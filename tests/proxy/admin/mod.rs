@@ -18,7 +18,12 @@ use super::support::app::App;
 use super::support::client::{Answer, Outgoing};
 
 /// Asks the API without a socket, as the window does.
-async fn ask(app: &App, method: Method, path: &str, body: Option<Value>) -> (StatusCode, Value) {
+pub async fn ask(
+    app: &App,
+    method: Method,
+    path: &str,
+    body: Option<Value>,
+) -> (StatusCode, Value) {
     let body = body.map_or(Body::empty(), |body| Body::from(body.to_string()));
     let request = Request::builder()
         .method(method)
@@ -38,7 +43,7 @@ async fn ask(app: &App, method: Method, path: &str, body: Option<Value>) -> (Sta
     (status, value)
 }
 
-async fn get(app: &App, path: &str) -> Value {
+pub async fn get(app: &App, path: &str) -> Value {
     let (status, value) = ask(app, Method::GET, path, None).await;
     assert_eq!(status, StatusCode::OK, "{path}: {value}");
     value
@@ -51,7 +56,7 @@ async fn post(app: &App, path: &str, body: Value) -> Value {
 }
 
 /// The refusal's code; panics if it was no refusal with this status.
-fn code(refused: &(StatusCode, Value), status: u16) -> &str {
+pub fn code(refused: &(StatusCode, Value), status: u16) -> &str {
     assert_eq!(refused.0, status, "{}", refused.1);
     let code = refused.1["error"]["code"].as_str();
     assert!(refused.1["error"]["message"].is_string(), "it says why");
