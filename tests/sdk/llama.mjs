@@ -61,6 +61,9 @@ const asked = (prompt) => [{ role: "user", content: prompt }];
 /** A generation that ends only when its caller leaves: the model's own end is ignored. */
 const endless = (prompt) => ({ model: MODEL, messages: asked(prompt), max_tokens: 3500, ignore_eos: true });
 
+/** Whole input, output and where they come from, as on record. */
+const usage = (row) => [row.input_tokens + (row.cached_input_tokens ?? 0), row.output_tokens, row.usage_basis];
+
 test("a chat, whole and streamed, is on record", async () => {
   const { data, response } = await openai.chat.completions
     .create({ model: MODEL, messages: asked("Name three colours."), max_tokens: 16 })
@@ -69,17 +72,21 @@ test("a chat, whole and streamed, is on record", async () => {
   assert.ok(data.usage.completion_tokens > 0);
   const row = await traygate.row(response.headers.get("x-traygate-call"));
   assert.deepEqual([row.provider, row.model, row.outcome], ["llama-cpp", MODEL, "completed"]);
+  assert.deepEqual(usage(row), [data.usage.prompt_tokens, data.usage.completion_tokens, "reported"]);
+  assert.equal(row.cost_nanos, 0);
 
-  const stream = await openai.chat.completions.create({
-    model: MODEL,
-    messages: asked("Name three fruits."),
-    max_tokens: 16,
-    stream: true,
-  });
+  const { data: stream, response: streamed } = await openai.chat.completions
+    .create({ model: MODEL, messages: asked("Name three fruits."), max_tokens: 16, stream: true })
+    .withResponse();
   const chunks = [];
   for await (const chunk of stream) chunks.push(chunk);
   assert.ok(chunks.filter((chunk) => chunk.choices[0]?.delta.content).length > 1);
   assert.ok(chunks.some((chunk) => chunk.choices[0]?.finish_reason));
+  // The stream did not ask for its usage: Traygate did, and kept the chunk that tells.
+  assert.ok(chunks.every((chunk) => chunk.choices.length > 0));
+  const [input, output, basis] = usage(await traygate.row(streamed.headers.get("x-traygate-call")));
+  assert.ok(input > 0 && output > 1 && output <= 16, `${input} ${output}`);
+  assert.equal(basis, "reported");
 });
 
 test("Anthropic's messages, whole and streamed", async () => {
@@ -92,6 +99,11 @@ test("Anthropic's messages, whole and streamed", async () => {
   const final = await stream.finalMessage();
   assert.ok(deltas > 1);
   assert.ok(final.usage.output_tokens > 0);
+  const ended = async () => (await traygate.rows()).filter((row) => row.route === "messages" && row.outcome === "completed");
+  await until("two rows", async () => (await ended()).length === 2);
+  const messages = await ended();
+  const outputs = messages.map((row) => usage(row)[1]).sort();
+  assert.deepEqual(outputs, [whole.usage.output_tokens, final.usage.output_tokens].sort());
 });
 
 test("twice as many calls as slots are all answered, all slots at work", async () => {
