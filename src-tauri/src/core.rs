@@ -63,7 +63,7 @@ pub struct Core {
     /// Finds out what calls used that nobody said.
     pub estimates: Estimates,
     /// What calls cost and how much they may.
-    pub spend: Spend,
+    pub spend: Arc<Spend>,
     /// Where the price list in force comes from.
     pub price_list: Arc<PriceList>,
     pub events: Events,
@@ -177,7 +177,7 @@ impl Core {
             open_calls: Arc::default(),
             live: LiveCalls::default(),
             estimates: Estimates::default(),
-            spend,
+            spend: Arc::new(spend),
             price_list,
             events: Events::default(),
             metrics: Metrics::default(),

@@ -10,8 +10,8 @@ use super::admin;
 use super::budget::start_live;
 use super::support::app::{App, rows_in};
 use super::support::client::post_json;
-use super::support::eventually;
 use super::support::upstream::{Reply, Request, Upstream, chat_answer};
+use super::support::{LIMIT, eventually};
 
 /// As it comes with Traygate.
 const LIST: &str = include_str!("../../src-tauri/src/policy/price/genai-prices.json");
@@ -128,7 +128,8 @@ async fn it_is_fetched_once_a_day_and_only_where_that_is_turned_on() {
 #[tokio::test]
 async fn a_price_that_is_set_prices_what_is_on_record() {
     let up = Upstream::chatting().await;
-    let (running, folder) = start_live(&App::settings(up.addr(), ""), Clock::Boot).await;
+    let budget = "[[budget]]\nper = \"month\"\nusd = 5\n";
+    let (running, folder) = start_live(&App::settings(up.addr(), budget), Clock::Boot).await;
     let core = running.core();
     let body = r#"{"model":"mine","messages":[]}"#;
     let answer = post_json(running.address(), "/openai/v1/chat/completions", body).await;
@@ -156,4 +157,13 @@ async fn a_price_that_is_set_prices_what_is_on_record() {
     })
     .await;
     assert_eq!(core.spend.unpriced(), [], "it has one now");
+    // Budgets hear of it, once, and no more of it at a later price.
+    let spent = || core.spend.budgets(core.clock.wall())[0].spent.0;
+    eventually("it is spent", async || spent() == 25_000).await;
+    let price = json!({"price": [{"model": "mine", "input": 5, "output": 2}]});
+    core.patch_settings(price, None)
+        .await
+        .expect("good settings");
+    assert!(core.store.flush(LIMIT));
+    assert_eq!(spent(), 25_000);
 }

@@ -311,11 +311,23 @@ impl Core {
     /// Prices the calls on record that had no price, by the prices in force now.
     pub fn reprice(&self) {
         let (prices, world) = (self.spend.prices(), self.world());
-        self.store.reprice(move |call| {
-            let provider = world.settings.provider(call.provider)?;
-            let price = prices.price(seller(provider), call.model);
-            Some(price.rates(call.at, call.tier)?.cost(&call.tokens))
-        });
+        let spend = self.spend.clone();
+        self.store.reprice(
+            move |call| {
+                let provider = world.settings.provider(call.provider)?;
+                let price = prices.price(seller(provider), call.model);
+                Some(price.rates(call.at, call.tier)?.cost(&call.tokens))
+            },
+            // Budgets hear of it too: it was spent, though nobody knew how much.
+            move |priced| {
+                let call = Call {
+                    provider: &priced.provider,
+                    model: &priced.model,
+                    tool: &priced.tool,
+                };
+                spend.books().ledger.restore(priced.at, call, priced.cost);
+            },
+        );
     }
 
     /// Puts another price list in force.

@@ -43,7 +43,7 @@ use bodies::Body;
 use inbox::Desk;
 use queries::{CallRow, ReadError, Reader};
 use reprice::PriceOf;
-pub use reprice::Unpriced;
+pub use reprice::{Priced, Unpriced};
 
 /// The database's name in the data folder.
 pub const DATABASE_FILE: &str = "traygate.db";
@@ -417,7 +417,8 @@ impl Store {
 
     /// Prices the calls whose model had no price, now that there may be one: cost, list value and
     /// what those that shared their answers saved, and all sums with them. `price` says what a
-    /// call comes to, `None` if its model still has none.
+    /// call comes to, `None` if its model still has none; `priced` is told what each call adds to
+    /// the bill, once that is on record.
     ///
     /// Returns at once; the writer does it bit by bit between rows. Asked again meanwhile, it
     /// begins anew with the new prices. What the end of the program cuts short is done when it is
@@ -425,8 +426,9 @@ impl Store {
     pub fn reprice(
         &self,
         price: impl Fn(&Unpriced<'_>) -> Option<Nanodollars> + Send + Sync + 'static,
+        priced: impl Fn(&Priced) + Send + Sync + 'static,
     ) {
-        self.desk.0.reprice(PriceOf::new(price));
+        self.desk.0.reprice(PriceOf::new(price, priced));
     }
 
     /// Hands over what was asked and answered, its credentials taken out: only where a person

@@ -33,17 +33,40 @@ pub struct Unpriced<'a> {
     pub tokens: Tokens,
 }
 
+/// A call that has been given its price: what it adds to the bill.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Priced {
+    /// The provider's name in the settings.
+    pub provider: String,
+    /// The model as the client spelled it.
+    pub model: String,
+    /// The tool that called.
+    pub tool: String,
+    /// When the call came.
+    pub at: WallTime,
+    /// What it comes to.
+    pub cost: Nanodollars,
+}
+
 type PriceFn = dyn Fn(&Unpriced<'_>) -> Option<Nanodollars> + Send + Sync;
+type PricedFn = dyn Fn(&Priced) + Send + Sync;
 
 /// Says what a call comes to.
 #[derive(Clone)]
-pub(super) struct PriceOf(Arc<PriceFn>);
+pub(super) struct PriceOf {
+    price: Arc<PriceFn>,
+    priced: Arc<PricedFn>,
+}
 
 impl PriceOf {
     pub(super) fn new(
         price: impl Fn(&Unpriced<'_>) -> Option<Nanodollars> + Send + Sync + 'static,
+        priced: impl Fn(&Priced) + Send + Sync + 'static,
     ) -> Self {
-        Self(Arc::new(price))
+        Self {
+            price: Arc::new(price),
+            priced: Arc::new(priced),
+        }
     }
 }
 
@@ -89,8 +112,9 @@ impl Repricing {
             ))?
             .query_map([self.seq, STEP], PricedRow::read)?
             .collect::<rusqlite::Result<_>>()?;
-        let stepped = Stepped {
+        let mut stepped = Stepped {
             last: rows.last().map(|row| row.seq),
+            priced: Vec::new(),
         };
         let mut changes = Changes::default();
         for row in rows {
@@ -100,6 +124,7 @@ impl Repricing {
                 _ => None,
             };
             if let Some(account) = account {
+                stepped.priced.extend(row.priced(&account));
                 changes.make(transaction, row, account)?;
             }
         }
@@ -107,8 +132,12 @@ impl Repricing {
         Ok(stepped)
     }
 
-    /// A step is committed. Says whether all is done.
+    /// A step is committed: tells what it added to the bill. Says whether all is done.
     pub(super) fn done(&mut self, stepped: Stepped) -> bool {
+        stepped
+            .priced
+            .iter()
+            .for_each(|call| (self.price.priced)(call));
         match (stepped.last, self.round) {
             (Some(last), _) => self.seq = last,
             (None, Round::Shared) => {
@@ -163,7 +192,7 @@ impl Repricing {
 
     /// What the call with this account comes to.
     fn price(&self, row: &PricedRow, account: &Account) -> Option<Nanodollars> {
-        (self.price.0)(&Unpriced {
+        (self.price.price)(&Unpriced {
             provider: &row.group.provider,
             model: Some(row.group.model.as_ref()).filter(|model| !model.is_empty())?,
             at: row.started,
@@ -174,9 +203,10 @@ impl Repricing {
 }
 
 /// What became of a step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Stepped {
     last: Option<i64>,
+    priced: Vec<Priced>,
 }
 
 /// A row as far as its money goes.
@@ -195,6 +225,19 @@ const ROW_COLUMNS: &str =
     "seq, id, started_us, provider, model, tool, billing, streaming, upstream_call, request_key";
 
 impl PricedRow {
+    /// What `account` adds to the bill; `None` if that is nothing.
+    fn priced(&self, account: &Account) -> Option<Priced> {
+        let (before, after) = (self.account.cost_nanos, account.cost_nanos?);
+        let cost = after.saturating_sub(before.unwrap_or(0));
+        (cost != 0).then(|| Priced {
+            provider: self.group.provider.to_string(),
+            model: self.group.model.to_string(),
+            tool: self.group.tool.to_string(),
+            at: self.started,
+            cost: Nanodollars(cost),
+        })
+    }
+
     fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
         let started = WallTime(row.get(2)?);
         Ok(Self {
@@ -380,7 +423,7 @@ mod tests {
         let all = [own, joined, elsewhere, fast, reported, priced, silent];
         let store = record(folder.path(), &all);
         check_spend_against_rows(folder.path());
-        store.reprice(price);
+        store.reprice(price, |_| {});
         assert!(store.flush(LONG));
         check_spend_against_rows(folder.path());
         let told: Vec<_> = all.iter().map(|end| money(folder.path(), end)).collect();
@@ -397,7 +440,7 @@ mod tests {
             ]
         );
         // A second time there is nothing to do.
-        store.reprice(price);
+        store.reprice(price, |_| {});
         assert!(store.flush(LONG));
         check_spend_against_rows(folder.path());
     }
@@ -413,7 +456,7 @@ mod tests {
             })
             .collect();
         let store = record(folder.path(), &many);
-        store.reprice(price);
+        store.reprice(price, |_| {});
         for n in 0..50 {
             store.finished(unpriced(n, "unknown", 9));
         }
@@ -435,11 +478,14 @@ mod tests {
         let store = record(folder.path(), &many);
         let asked = Arc::new(AtomicUsize::new(0));
         let none = Arc::clone(&asked);
-        store.reprice(move |_| {
-            none.fetch_add(1, Ordering::Relaxed);
-            None
-        });
-        store.reprice(price);
+        store.reprice(
+            move |_| {
+                none.fetch_add(1, Ordering::Relaxed);
+                None
+            },
+            |_| {},
+        );
+        store.reprice(price, |_| {});
         assert!(store.flush(LONG));
         let priced = many
             .iter()
@@ -458,7 +504,7 @@ mod tests {
         rollup::put_together(&transaction, day, day + 96).expect("sums");
         transaction.commit().expect("a commit");
         let store = open(folder.path());
-        store.reprice(price);
+        store.reprice(price, |_| {});
         assert!(store.flush(LONG));
         let sums = |table: &str| -> (i64, i64, i64) {
             let sql = format!("SELECT count(*), sum(cost_nanos), sum(unpriced) FROM {table}");
@@ -491,7 +537,7 @@ mod tests {
                 })
                 .collect();
             let store = record(folder.path(), &ends);
-            store.reprice(price);
+            store.reprice(price, |_| {});
             prop_assert!(store.flush(LONG));
             check_spend_against_rows(folder.path());
         }

@@ -232,7 +232,7 @@ impl Ledger {
         }
     }
 
-    /// Enters what was spent before this process began: the cost of one call, or the sum of those
+    /// Enters what was spent without a hold, above all before this process began: the cost of one call, or the sum of those
     /// of one provider, model and tool within a quarter of an hour of UTC (`at` any time in it).
     /// To be fed with the last [`LOOK_BACK_MICROS`] before the first call.
     pub fn restore(&mut self, at: WallTime, call: Call<'_>, cost: Nanodollars) {
