@@ -480,6 +480,27 @@ async fn an_unpriced_call_is_never_free_and_may_be_refused() {
     assert_eq!(up.calls(), 1);
 }
 
+/// Pictures and audio have no tokens that are read here: they cost something all the same.
+#[tokio::test]
+async fn a_route_that_tells_no_tokens_is_unpriced_too() {
+    let up = Upstream::answering(r#"{"data":[]}"#).await;
+    let path = "/openai/v1/images/generations";
+    let app = App::with(&up, &budget("5.00", "")).await;
+    assert_eq!(app.post(path, r#"{"model":"m"}"#).await.status(), 200);
+    let row = &app.rows(1).await[0];
+    assert_eq!(money(row), (None, None, None));
+    assert_eq!(row.account.pricing.as_deref(), Some("unpriced"));
+    // What is free stays so.
+    let counted = "/anthropic/v1/messages/count_tokens";
+    assert_eq!(app.post(counted, "{}").await.status(), 200);
+    assert_eq!(app.rows(2).await[0].account.pricing, None);
+    let app = App::with(&up, &budget("5.00", "[spend]\nunpriced = \"refuse\"\n")).await;
+    let refused = app.post(path, r#"{"model":"m"}"#).await;
+    assert_eq!(refused.status(), 402, "{}", refused.text());
+    assert_eq!(app.post(counted, "{}").await.status(), 200);
+    assert_eq!(up.requests().len(), 3);
+}
+
 /// Where the answer names a model that has a price, a deployment's name needs none.
 #[tokio::test]
 async fn the_model_that_answered_prices_a_name_that_nobody_knows() {

@@ -20,6 +20,7 @@ use crate::policy::price::{Price, Tokens};
 use crate::policy::routing::{Dialect, Route};
 use crate::policy::usage::Usage;
 use crate::provider::Provider;
+use crate::settings::Unpriced;
 use crate::store::{Billing, Money};
 
 /// What the answer of a shared call has cost, once that is known: what whoever shares it saves.
@@ -174,7 +175,10 @@ impl Bill {
             (Billing::Plan | Billing::Free | Billing::Unmetered, _) | (_, Meter::Nothing) => {
                 Worst::Nothing
             }
-            (Billing::Metered, Meter::Unknown) => A_TRIFLE,
+            (Billing::Metered, Meter::Unknown) => match core.world().settings.spend.unpriced {
+                Unpriced::Allow => A_TRIFLE,
+                Unpriced::Refuse => Worst::Unknown,
+            },
             (Billing::Metered, Meter::Tokens) => worst_case(core, &ordered, &price, at),
         };
         Bill {
@@ -312,7 +316,7 @@ impl Bill {
             Billing::Metered => Money {
                 cost: list,
                 list,
-                unpriced: list.is_none() && self.meter == Meter::Tokens,
+                unpriced: list.is_none(),
                 reported,
                 tier: self.tier_in_record(),
                 ..Money::default()
