@@ -1,7 +1,7 @@
 //! A call's bill: what is reserved for it before it goes upstream, and what it comes to in the end.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -82,21 +82,46 @@ impl Tier {
     }
 }
 
+type Finder = memmem::Finder<'static>;
+
+/// What is looked for in every body. Made once: making a finder takes longer than to look through a
+/// small body with it.
+struct Words {
+    tier: Finder,
+    base64: Finder,
+    audio: Finder,
+    file_id: Finder,
+    cache: Finder,
+    addresses: [Finder; 3],
+}
+
+static WORDS: LazyLock<Words> = LazyLock::new(|| {
+    let word = |word: &'static str| Finder::new(word.as_bytes());
+    Words {
+        tier: word("\"service_tier\""),
+        base64: word("base64"),
+        audio: word("\"input_audio\""),
+        file_id: word("\"file_id\""),
+        cache: word("\"cache_control\""),
+        addresses: ["\"url\"", "\"image_url\"", "\"file_url\""].map(word),
+    }
+});
+
 impl Weight {
     /// Of a body as the provider reads it, decompressed.
     ///
     /// Keys are looked for with their quotes: within a text these are escaped, so that what a
     /// prompt quotes is not taken for one.
     pub fn of(body: &[u8]) -> Weight {
-        let has = |key: &str| memmem::find(body, key.as_bytes()).is_some();
-        let count = |word: &str| memmem::find_iter(body, word.as_bytes()).count() as u64;
-        let tier = memmem::find(body, b"\"service_tier\"")
-            .and_then(|at| Tier::after_key(&body[at + b"\"service_tier\"".len()..]));
+        let words = &*WORDS;
+        let count = |word: &Finder| word.find_iter(body).count() as u64;
+        let tier = words.tier.find(body);
+        let tier = tier.and_then(|at| Tier::after_key(&body[at + words.tier.needle().len()..]));
         Weight {
             bytes: body.len() as u64,
-            attachments: count("base64") + count("\"input_audio\""),
-            refers_outside: has("\"file_id\"") || names_an_address(body),
-            asks_for_cache: has("\"cache_control\""),
+            attachments: count(&words.base64) + count(&words.audio),
+            refers_outside: words.file_id.find(body).is_some() || names_an_address(body),
+            asks_for_cache: words.cache.find(body).is_some(),
             tier,
         }
     }
@@ -105,9 +130,12 @@ impl Weight {
 /// Whether the body leaves it to the provider to fetch something. A tool's schema has keys of the
 /// same names, whose values are objects.
 fn names_an_address(body: &[u8]) -> bool {
-    ["\"url\"", "\"image_url\"", "\"file_url\""]
-        .into_iter()
-        .flat_map(|key| memmem::find_iter(body, key).map(move |at| at + key.len()))
+    let addresses = WORDS.addresses.iter();
+    addresses
+        .flat_map(|key| {
+            let found = key.find_iter(body);
+            found.map(|at| at + key.needle().len())
+        })
         .any(|at| {
             let value = body[at..].trim_ascii_start().strip_prefix(b":");
             value.is_some_and(|value| value.trim_ascii_start().starts_with(b"\"http"))

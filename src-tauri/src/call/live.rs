@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -86,7 +87,29 @@ impl LiveCall {
 #[derive(Default)]
 pub struct LiveCalls {
     // std Mutex: held for one look-up, never across an await.
-    shards: [Mutex<HashMap<CallId, Arc<LiveCall>>>; SHARDS],
+    shards: [Mutex<Shard>; SHARDS],
+}
+
+type Shard = HashMap<CallId, Arc<LiveCall>, BuildHasherDefault<IdHasher>>;
+
+/// The last 64 bits of an id are random, and made here: they are their own hash.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u128(&mut self, id: u128) {
+        self.0 = id as u64;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 impl LiveCalls {
@@ -111,13 +134,13 @@ impl LiveCalls {
         all
     }
 
-    fn shard(&self, id: CallId) -> MutexGuard<'_, HashMap<CallId, Arc<LiveCall>>> {
+    fn shard(&self, id: CallId) -> MutexGuard<'_, Shard> {
         // An id's last bits are random.
         let shard = (id.0.0 % SHARDS as u128) as usize;
         self.lock(shard)
     }
 
-    fn lock(&self, shard: usize) -> MutexGuard<'_, HashMap<CallId, Arc<LiveCall>>> {
+    fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
         self.shards[shard]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

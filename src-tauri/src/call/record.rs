@@ -32,8 +32,9 @@ pub struct Row {
     began: Moment,
     /// Taken when the row is closed.
     start: Option<CallStart>,
-    /// The whole of it, once the row is closed.
-    end: Option<CallEnd>,
+    /// The whole of it, once the row is closed. Boxed: a row is moved often, and this is as large as
+    /// the rest of it.
+    end: Option<Box<CallEnd>>,
     /// While it is shown among the calls under way.
     live: Option<Arc<LiveCall>>,
     status: Option<u16>,
@@ -273,7 +274,7 @@ impl Row {
             self.status(client_closed_request());
         }
         let ended = self.ended.unwrap_or_else(|| self.core.clock.now());
-        self.end = Some(CallEnd {
+        self.end = Some(Box::new(CallEnd {
             start,
             status: self.status,
             outcome,
@@ -286,7 +287,7 @@ impl Row {
             usage: None,
             money: Money::default(),
             error: error.map(|error| error.as_ref().to_owned()),
-        });
+        }));
         if self.live.is_some() {
             self.core.live.remove(self.id);
         }
@@ -303,8 +304,8 @@ impl Drop for Row {
         end.money = self.money();
         self.core.metrics.finished(&end);
         let events = &self.core.events;
-        events.tell(|| Event::Finished(Arc::new(end.clone())));
-        self.core.store.finished(end);
+        events.tell(|| Event::Finished(Arc::new((*end).clone())));
+        self.core.store.finished(*end);
         self.core.open_calls.ended();
     }
 }
