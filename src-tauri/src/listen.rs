@@ -1,6 +1,7 @@
 //! The listeners: both loopbacks and what the settings add, on one port.
 
 mod doors;
+mod owner;
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,6 +22,7 @@ use crate::call::{self};
 use crate::core::{Core, Phase};
 
 pub use self::doors::{Accepted, Doors, Listeners, Move};
+pub use self::owner::port_owner;
 
 /// Why Traygate cannot listen.
 #[derive(Debug, thiserror::Error)]

@@ -169,13 +169,14 @@ pub(crate) fn settings_warnings(settings: &Settings) -> Vec<String> {
     warnings
 }
 
+/// Said where `server.host` is set and nobody from there can show a token.
+pub(crate) const NO_ACCESS_TOKEN: &str = "server.host is set and no access token is known: calls from there are refused until `traygate key set access-token` has been run";
+
 /// Callers from elsewhere are all refused until there is a token, and would not know why.
 pub(crate) async fn warn_without_token(keys: Keys) {
     keys.ready(KEYRING_PATIENCE).await;
     if keys.access_token().is_none() {
-        warn!(
-            "server.host is set and there is no access token: calls from there are refused until `traygate key set access-token` has been run"
-        );
+        warn!("{NO_ACCESS_TOKEN}");
     }
 }
 

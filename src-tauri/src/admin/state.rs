@@ -435,10 +435,6 @@ fn warnings(core: &Core) -> Vec<Warning> {
     });
     let not_recording = (!health.recording && health.last_error.is_none())
         .then(|| "calls are not on record: no database is open".to_owned());
-    let is_open = !core.world().settings.server.host.is_empty();
-    let without_token = (is_open && core.keys.access_token().is_none()).then(|| {
-        "server.host is set and there is no access token: calls from there are refused until `traygate key set access-token` has been run".to_owned()
-    });
     let told = |about, message: Option<String>| message.map(|message| Warning { about, message });
     let pressing = [
         told(About::Port, core.listener.trouble()),
@@ -449,7 +445,6 @@ fn warnings(core: &Core) -> Vec<Warning> {
         told(About::Settings, core.settings_refusal()),
         told(About::Keyring, core.keys.problem()),
         told(About::Prices, core.price_list.trouble()),
-        told(About::Keyring, without_token),
         told(About::Note, health.notice),
     ];
     let notes = core.settings_warnings();

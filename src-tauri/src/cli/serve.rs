@@ -11,10 +11,9 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Layer as _, fmt};
 
-use super::check::port_owner;
 use super::{Places, ServeArgs};
 use crate::clock::Clock;
-use crate::listen::ListenError;
+use crate::listen::{ListenError, port_owner};
 use crate::run::{Options, Running, StartError, start};
 use crate::settings::Overrides;
 use crate::settings::on_disk::SettingsFile;

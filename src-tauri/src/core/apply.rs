@@ -12,12 +12,14 @@ use tracing::{info, warn};
 
 use super::{Core, World};
 use crate::call::breaker::report;
-use crate::cli::check::port_owner;
 use crate::events::{Change, Event};
-use crate::listen::{Doors, ListenError, Move};
+use crate::listen::{Doors, ListenError, Move, port_owner};
 use crate::provider::state::Command;
 use crate::provider::{Provider, recovery};
-use crate::run::{point_at_demo, refuse_loops, settings_warnings, wanted_keys, warn_without_token};
+use crate::run::{
+    NO_ACCESS_TOKEN, point_at_demo, refuse_loops, settings_warnings, wanted_keys,
+    warn_without_token,
+};
 use crate::settings::on_disk::{Edit, PatchError, SettingsFile, Snapshot};
 use crate::settings::{FileWork, PATIENCE, Settings, SettingsError, live};
 
@@ -122,9 +124,7 @@ impl Core {
     /// What to say where callers from elsewhere are all refused.
     fn without_token(&self, settings: &Settings) -> Option<&'static str> {
         let is_missing = !settings.server.host.is_empty() && self.keys.access_token().is_none();
-        is_missing.then_some(
-            "server.host is set and no access token is known: calls from there are refused until `traygate key set access-token` has been run",
-        )
+        is_missing.then_some(NO_ACCESS_TOKEN)
     }
 
     /// Reads the keys of the OS keyring anew.

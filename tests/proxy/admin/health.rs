@@ -34,6 +34,47 @@ async fn health_is_503_while_the_log_is_broken_and_calls_go_on() {
     assert_eq!(answer.status(), 200);
 }
 
+/// Out of descriptors nobody new is let in; whoever is connected already hears of it.
+#[cfg(unix)]
+#[tokio::test]
+async fn health_is_503_while_no_connection_can_be_accepted() {
+    use super::super::support::client::Client;
+    use super::super::support::must;
+    use super::super::support::process::Home;
+
+    let home = Home::new();
+    home.settings("");
+    let limited = "ulimit -n 48; exec \"$0\" serve --port 0 --config \"$1\" --data-dir \"$2\"";
+    let (config, data) = (home.config(), home.data_dir());
+    let paths = [&config, &data].map(|path| path.to_str().expect("text"));
+    let traygate = env!("CARGO_BIN_EXE_traygate");
+    let mut process = home.start_program("sh", &["-c", limited, traygate, paths[0], paths[1]]);
+    process.listens().await;
+    let mut watcher = Client::to(process.addr()).await;
+    assert_eq!(watcher.ask(get("/traygate/health")).await.status(), 200);
+    let mut crowd = Vec::new();
+    for _ in 0..80 {
+        crowd.push(Client::to(process.addr()).await);
+    }
+    let troubled = must("trouble", async {
+        loop {
+            let health = watcher.ask(get("/traygate/health")).await;
+            if health.status() == 503 {
+                return health.json();
+            }
+        }
+    });
+    let said = troubled.await;
+    assert_eq!(said["listener"]["status"], "trouble", "{said}");
+    let told = said["listener"]["trouble"].as_str().expect("words");
+    assert!(told.contains("cannot be accepted"), "{told}");
+    drop(crowd);
+    must("its end", async {
+        while watcher.ask(get("/traygate/health")).await.status() != 200 {}
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn metrics_need_no_token_count_calls_and_show_no_secret() {
     let up = Upstream::chatting().await;
